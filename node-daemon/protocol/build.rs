@@ -1,0 +1,1 @@
+fn main() -> Result<(), Box<dyn std::error::Error>> { Ok(()) }
