@@ -1,0 +1,245 @@
+use super::*;
+use crate::flow;
+use crate::guest::{GuestConnection, GuestEvent};
+use proptest::prelude::*;
+
+const OLD: Nonce = Nonce::new(1);
+const NEW: Nonce = Nonce::new(2);
+
+fn to_guest(host: &mut HostConnection, guest: &mut GuestConnection) {
+    guest.receive(host.outgoing());
+    host.written(host.outgoing().len());
+}
+
+fn to_host(guest: &mut GuestConnection, host: &mut HostConnection) {
+    host.receive(guest.outgoing()).expect("an honest guest");
+    guest.written(guest.outgoing().len());
+}
+
+fn guest_events(guest: &mut GuestConnection) -> Vec<GuestEvent> {
+    std::iter::from_fn(|| guest.next_event()).collect()
+}
+
+fn host_events(host: &mut HostConnection) -> Vec<HostEvent> {
+    std::iter::from_fn(|| host.next_event()).collect()
+}
+
+fn connect(host: &mut HostConnection, guest: &mut GuestConnection) {
+    to_guest(host, guest);
+    assert!(matches!(
+        guest_events(guest).as_slice(),
+        [GuestEvent::Connected(_)]
+    ));
+    guest.reply(v1::HelloReply {
+        boot_id: "boot".to_owned(),
+        ..v1::HelloReply::default()
+    });
+    to_host(guest, host);
+    assert!(
+        matches!(host_events(host).as_slice(), [HostEvent::Connected(reply)] if reply.boot_id == "boot")
+    );
+}
+
+fn connected() -> (HostConnection, GuestConnection) {
+    let (mut host, mut guest) = (HostConnection::open(OLD, 0), GuestConnection::default());
+    connect(&mut host, &mut guest);
+    (host, guest)
+}
+
+fn pong(id: u64) -> v1::Pong {
+    v1::Pong {
+        id,
+        time_unix_nanos: 0,
+    }
+}
+
+fn process() -> v1::Process {
+    v1::Process {
+        argv: vec!["true".to_owned()],
+        ..v1::Process::default()
+    }
+}
+
+#[test]
+fn late_replies_of_an_old_connection_never_reach_the_new_one() {
+    let (_, mut guest) = connected();
+    guest.send(pong(1)).expect("short");
+    let late = guest.outgoing().to_vec();
+    let mut host = HostConnection::open(NEW, 0);
+    host.receive(&late).expect("dropped, not refused");
+    host.receive(&late[..late.len() / 2])
+        .expect("dropped, not refused");
+    to_guest(&mut host, &mut guest);
+    guest.reply(v1::HelloReply::default());
+    guest.send(pong(2)).expect("short");
+    to_host(&mut guest, &mut host);
+    let events = host_events(&mut host);
+    assert!(
+        matches!(
+            events.as_slice(),
+            [
+                HostEvent::Connected(_),
+                HostEvent::Pong(v1::Pong { id: 2, .. })
+            ]
+        ),
+        "{events:?}"
+    );
+}
+
+#[test]
+fn half_a_message_of_a_host_that_died_is_not_glued_to_the_next_hello() {
+    let (mut old, mut guest) = connected();
+    old.send(v1::Ping { id: 1 }).expect("short");
+    guest.receive(&old.outgoing()[..old.outgoing().len() / 2]);
+    connect(&mut HostConnection::open(NEW, 0), &mut guest);
+}
+
+#[test]
+fn messages_of_an_old_connection_are_dropped_by_the_guest() {
+    let (mut old, mut guest) = connected();
+    connect(&mut HostConnection::open(NEW, 0), &mut guest);
+    old.send(v1::Ping { id: 1 }).expect("short");
+    to_guest(&mut old, &mut guest);
+    assert_eq!(guest_events(&mut guest), []);
+}
+
+#[test]
+fn a_repeated_hello_keeps_the_connection() {
+    let (mut host, mut guest) = connected();
+    host.say_hello();
+    to_guest(&mut host, &mut guest);
+    assert!(matches!(
+        guest_events(&mut guest).as_slice(),
+        [GuestEvent::HelloAgain(_)]
+    ));
+    guest.reply(v1::HelloReply::default());
+    to_host(&mut guest, &mut host);
+    assert_eq!(host_events(&mut host), []);
+}
+
+#[test]
+fn nothing_is_believed_before_the_nonce_was_echoed() {
+    let mut host = HostConnection::open(NEW, 0);
+    let mut wire = Vec::new();
+    let message = v1::GuestMessage {
+        kind: Some(pong(1).into()),
+    };
+    frame::encode(
+        Direction::FromGuest,
+        NEW,
+        &message.encode_to_vec(),
+        &mut wire,
+    )
+    .expect("short");
+    host.receive(&wire).expect("dropped, not refused");
+    assert_eq!(host_events(&mut host), []);
+}
+
+#[test]
+fn a_guest_that_ignores_its_window_is_cut_off() {
+    let (mut host, mut guest) = connected();
+    let stream = host.exec(process(), false).expect("short");
+    let chunk = v1::OutputData {
+        stream_id: stream.get(),
+        output: Output::Stdout.into(),
+        data: vec![1; MAX_CHUNK],
+    };
+    for _ in 0..flow::INITIAL as usize / MAX_CHUNK {
+        guest.send(chunk.clone()).expect("short");
+    }
+    to_host(&mut guest, &mut host);
+    guest.send(chunk).expect("short");
+    let refused = host.receive(guest.outgoing());
+    assert!(
+        matches!(refused, Err(Violation::Window { stream: 1, .. })),
+        "{refused:?}"
+    );
+}
+
+#[test]
+fn standard_input_waits_for_credit() {
+    let (mut host, mut guest) = connected();
+    let stream = host.exec(process(), true).expect("short");
+    let data = vec![7; flow::INITIAL as usize + 10];
+    let taken = host.write_stdin(stream, &data);
+    assert_eq!(taken, flow::INITIAL as usize);
+    assert_eq!(host.write_stdin(stream, &data[taken..]), 0);
+    guest
+        .send(v1::StdinCredit {
+            stream_id: stream.get(),
+            bytes: 4,
+        })
+        .expect("short");
+    to_host(&mut guest, &mut host);
+    assert_eq!(
+        host_events(&mut host),
+        [HostEvent::StdinWritable { stream }]
+    );
+    assert_eq!(host.write_stdin(stream, &data[taken..]), 4);
+    host.close_stdin(stream);
+    assert_eq!(host.write_stdin(stream, &data[taken..]), 0);
+}
+
+#[test]
+fn an_abandoned_stream_is_killed_and_reports_only_its_end() {
+    let (mut host, mut guest) = connected();
+    let stream = host.exec(process(), false).expect("short");
+    let output = v1::OutputData {
+        stream_id: stream.get(),
+        output: Output::Stdout.into(),
+        data: vec![1; MAX_CHUNK],
+    };
+    guest.send(output.clone()).expect("short");
+    to_host(&mut guest, &mut host);
+    host.abandon(stream);
+    for _ in 0..100 {
+        guest.send(output.clone()).expect("short");
+        to_host(&mut guest, &mut host);
+    }
+    let status = Some(ProcessEnd::Signal(9).into());
+    guest
+        .send(v1::ExecExited {
+            stream_id: stream.get(),
+            status,
+        })
+        .expect("short");
+    to_host(&mut guest, &mut host);
+    assert_eq!(
+        host_events(&mut host),
+        [HostEvent::ExecEnded {
+            stream,
+            end: ProcessEnd::Signal(9)
+        }]
+    );
+    to_guest(&mut host, &mut guest);
+    let killed = GuestEvent::Message(Box::new(
+        v1::Signal {
+            stream_id: stream.get(),
+            number: 9,
+        }
+        .into(),
+    ));
+    assert!(guest_events(&mut guest).contains(&killed));
+}
+
+#[test]
+fn after_a_hangup_nothing_is_queued() {
+    let (_, mut guest) = connected();
+    guest.hang_up();
+    guest.send(pong(1)).expect("dropped");
+    assert_eq!(guest.outgoing(), [] as [u8; 0]);
+    connect(&mut HostConnection::open(NEW, 0), &mut guest);
+}
+
+proptest! {
+    #[test]
+    fn a_new_connection_stands_whatever_was_on_the_wire_before(
+        to_guest_before in prop::collection::vec(any::<u8>(), 0..400),
+        to_host_before in prop::collection::vec(any::<u8>(), 0..400),
+    ) {
+        let (mut host, mut guest) = (HostConnection::open(NEW, 0), GuestConnection::default());
+        guest.receive(&to_guest_before);
+        host.receive(&to_host_before).expect("garbage is no violation");
+        connect(&mut host, &mut guest);
+    }
+}

@@ -1,0 +1,441 @@
+//! The daemon's end of a connection.
+//!
+//! The guest is not trusted: what it may make the daemon hold is bounded by the windows, and a message that breaks the
+//! protocol ends the connection with a [`Violation`].
+
+use std::collections::{HashMap, VecDeque};
+
+use prost::Message;
+
+use crate::flow::{Overrun, ReceiveWindow, SendWindow};
+use crate::frame::{self, DELIMITER, Decoder, Direction, Nonce, TooLong};
+use crate::v1::{self, Output, guest_message, host_message};
+use crate::{MAX_CHUNK, ProcessEnd};
+
+/// Names an exec stream within its connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct StreamId(u32);
+
+impl StreamId {
+    pub const fn get(self) -> u32 {
+        self.0
+    }
+}
+
+/// What the guest said.
+#[derive(Clone, Debug, PartialEq)]
+pub enum HostEvent {
+    /// The guest echoed the nonce; from here on the connection is good. Comes once.
+    Connected(v1::HelloReply),
+    ConfigureResult(v1::ConfigureResult),
+    Pong(v1::Pong),
+    SyncDone(v1::SyncDone),
+    ShuttingDown,
+    Log(v1::LogData),
+    Entrypoint(v1::EntrypointState),
+    ExecStarted {
+        stream: StreamId,
+        pid: u32,
+    },
+    /// Report with [`HostConnection::consumed`] when it was passed on.
+    Output {
+        stream: StreamId,
+        output: Output,
+        data: Vec<u8>,
+    },
+    OutputClosed {
+        stream: StreamId,
+        output: Output,
+    },
+    /// There is room for standard input again.
+    StdinWritable {
+        stream: StreamId,
+    },
+    /// The stream is over; comes after all its output.
+    ExecEnded {
+        stream: StreamId,
+        end: ProcessEnd,
+    },
+}
+
+/// The guest broke the protocol: close the port and say hello anew, or give the guest up.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Violation {
+    #[error("the guest sent a message that cannot be read: {0}")]
+    Unreadable(prost::DecodeError),
+    #[error("the guest ignored the window of stream {stream}: {overrun}")]
+    Window { stream: u32, overrun: Overrun },
+    #[error("the guest's message about stream {stream} is not complete")]
+    Incomplete { stream: u32 },
+}
+
+/// One connection to a guest, from its hello to the loss of the port.
+#[derive(Debug)]
+pub struct HostConnection {
+    hello: v1::Hello,
+    nonce: Nonce,
+    connected: bool,
+    decoder: Decoder,
+    wire: Wire,
+    events: VecDeque<HostEvent>,
+    streams: HashMap<StreamId, Stream>,
+    next_stream: u32,
+}
+
+#[derive(Debug, Default)]
+struct Stream {
+    stdin: SendWindow,
+    stdin_open: bool,
+    stdout: ReceiveWindow,
+    stderr: ReceiveWindow,
+    abandoned: bool,
+}
+
+impl Stream {
+    fn window(&mut self, output: Output) -> Option<&mut ReceiveWindow> {
+        match output {
+            Output::Stdout => Some(&mut self.stdout),
+            Output::Stderr => Some(&mut self.stderr),
+            Output::Unspecified => None,
+        }
+    }
+}
+
+impl HostConnection {
+    /// Opens a connection: the delimiter and the hello are ready to be written. `nonce` is random and fresh, `log_offset`
+    /// the first byte of the log that the daemon does not have.
+    pub fn open(nonce: Nonce, log_offset: u64) -> Self {
+        let hello = v1::Hello {
+            nonce: nonce.get(),
+            log_offset,
+            daemon_version: env!("CARGO_PKG_VERSION").to_owned(),
+        };
+        let mut connection = Self {
+            hello,
+            nonce,
+            connected: false,
+            decoder: Decoder::new(Direction::FromGuest),
+            wire: Wire::default(),
+            events: VecDeque::new(),
+            streams: HashMap::new(),
+            next_stream: 1,
+        };
+        connection.say_hello();
+        connection
+    }
+
+    pub const fn nonce(&self) -> Nonce {
+        self.nonce
+    }
+
+    pub const fn is_connected(&self) -> bool {
+        self.connected
+    }
+
+    /// How many pieces of what was read were no frames (leftovers of an older connection, or damage).
+    pub const fn broken_frames(&self) -> u64 {
+        self.decoder.broken()
+    }
+
+    /// Says hello again, for when no reply came in time (the first may have been glued to a lost connection's rest).
+    /// Harmless when both arrive.
+    pub fn say_hello(&mut self) {
+        self.wire.bytes.push(DELIMITER);
+        let hello = self.hello.clone();
+        self.push(hello).expect("a hello is short");
+    }
+
+    /// Takes bytes as they were read from the port; then take the events until there are no more.
+    pub fn receive(&mut self, bytes: &[u8]) -> Result<(), Violation> {
+        let mut frames = Vec::new();
+        let nonce = self.nonce;
+        self.decoder.feed(bytes, |frame| {
+            if frame.nonce == nonce {
+                frames.push(frame.payload);
+            }
+        });
+        for payload in frames {
+            let message =
+                v1::GuestMessage::decode(payload.as_slice()).map_err(Violation::Unreadable)?;
+            // A kind that this version does not know is none for it.
+            if let Some(kind) = message.kind {
+                self.take(kind)?;
+            }
+        }
+        Ok(())
+    }
+
+    pub fn next_event(&mut self) -> Option<HostEvent> {
+        self.events.pop_front()
+    }
+
+    /// What is to be written to the port.
+    pub fn outgoing(&self) -> &[u8] {
+        self.wire.outgoing()
+    }
+
+    /// The first `len` bytes of [`Self::outgoing`] were written.
+    pub fn written(&mut self, len: usize) {
+        self.wire.written(len);
+    }
+
+    /// Queues a message that belongs to no stream: `Configure`, `Ping`, `Sync`, `Shutdown`, `LogAck`.
+    pub fn send(&mut self, message: impl Into<host_message::Kind>) -> Result<(), TooLong> {
+        self.push(message)
+    }
+
+    /// Starts a process in the guest. Its stream ends with [`HostEvent::ExecEnded`].
+    pub fn exec(&mut self, process: v1::Process, stdin: bool) -> Result<StreamId, TooLong> {
+        let stream = StreamId(self.next_stream);
+        self.push(v1::Exec {
+            stream_id: stream.0,
+            process: Some(process),
+            stdin,
+        })?;
+        self.next_stream += 1;
+        self.streams.insert(
+            stream,
+            Stream {
+                stdin_open: stdin,
+                ..Stream::default()
+            },
+        );
+        Ok(stream)
+    }
+
+    /// How many bytes [`Self::write_stdin`] takes now.
+    pub fn stdin_room(&self, stream: StreamId) -> usize {
+        self.streams
+            .get(&stream)
+            .filter(|state| state.stdin_open)
+            .map_or(0, |state| state.stdin.available())
+    }
+
+    /// Queues standard input, as much as the window allows, and says how much. What is left can be given again after
+    /// [`HostEvent::StdinWritable`].
+    pub fn write_stdin(&mut self, stream: StreamId, data: &[u8]) -> usize {
+        let len = data.len().min(self.stdin_room(stream));
+        for chunk in data[..len].chunks(MAX_CHUNK) {
+            self.push_small(v1::StdinData {
+                stream_id: stream.0,
+                data: chunk.to_vec(),
+            });
+        }
+        if let Some(state) = self.streams.get_mut(&stream) {
+            state.stdin.sent(len);
+        }
+        len
+    }
+
+    pub fn close_stdin(&mut self, stream: StreamId) {
+        if let Some(state) = self.streams.get_mut(&stream)
+            && std::mem::take(&mut state.stdin_open)
+        {
+            self.push_small(v1::StdinClose {
+                stream_id: stream.0,
+            });
+        }
+    }
+
+    /// Signals the process's group.
+    pub fn signal(&mut self, stream: StreamId, number: u32) {
+        if self.streams.contains_key(&stream) {
+            self.push_small(v1::Signal {
+                stream_id: stream.0,
+                number,
+            });
+        }
+    }
+
+    /// So many bytes of an output were passed on: the guest may send as many more.
+    pub fn consumed(&mut self, stream: StreamId, output: Output, len: usize) {
+        let window = self
+            .streams
+            .get_mut(&stream)
+            .and_then(|state| state.window(output));
+        if let Some(credit) = window.and_then(|window| window.consumed(len)) {
+            self.push_small(v1::StreamCredit {
+                stream_id: stream.0,
+                output: output.into(),
+                bytes: credit,
+            });
+        }
+    }
+
+    /// Nobody wants the stream any more: kills the process, drops what it still says. Only its end is reported.
+    pub fn abandon(&mut self, stream: StreamId) {
+        const SIGKILL: u32 = 9;
+        let Some(state) = self.streams.get_mut(&stream) else {
+            return;
+        };
+        if std::mem::replace(&mut state.abandoned, true) {
+            return;
+        }
+        self.events.retain(
+            |event| !matches!(event, HostEvent::Output { stream: of, .. } if *of == stream),
+        );
+        self.signal(stream, SIGKILL);
+        // All that is open is granted: a process that waits for a reader is not waited for.
+        for output in [Output::Stdout, Output::Stderr] {
+            self.consumed(stream, output, usize::MAX);
+        }
+    }
+
+    /// The streams that have not ended.
+    pub fn open_streams(&self) -> impl Iterator<Item = StreamId> {
+        self.streams.keys().copied()
+    }
+
+    fn take(&mut self, kind: guest_message::Kind) -> Result<(), Violation> {
+        if let guest_message::Kind::HelloReply(reply) = kind {
+            if reply.nonce == self.nonce.get() && !std::mem::replace(&mut self.connected, true) {
+                self.events.push_back(HostEvent::Connected(reply));
+            }
+            return Ok(());
+        }
+        if !self.connected {
+            return Ok(());
+        }
+        let event = match kind {
+            guest_message::Kind::HelloReply(_) => None,
+            guest_message::Kind::ConfigureResult(result) => {
+                Some(HostEvent::ConfigureResult(result))
+            }
+            guest_message::Kind::Pong(pong) => Some(HostEvent::Pong(pong)),
+            guest_message::Kind::SyncDone(done) => Some(HostEvent::SyncDone(done)),
+            guest_message::Kind::ShuttingDown(_) => Some(HostEvent::ShuttingDown),
+            guest_message::Kind::LogData(log) => Some(HostEvent::Log(log)),
+            guest_message::Kind::EntrypointState(state) => Some(HostEvent::Entrypoint(state)),
+            guest_message::Kind::ExecStarted(started) => self.started(started),
+            guest_message::Kind::ExecFailed(failed) => self.failed(failed)?,
+            guest_message::Kind::ExecExited(exited) => self.exited(exited)?,
+            guest_message::Kind::OutputData(data) => self.output(data)?,
+            guest_message::Kind::OutputClosed(closed) => self.closed(closed),
+            guest_message::Kind::StdinCredit(credit) => self.credit(credit),
+        };
+        self.events.extend(event);
+        Ok(())
+    }
+
+    fn started(&self, started: v1::ExecStarted) -> Option<HostEvent> {
+        let stream = StreamId(started.stream_id);
+        self.streams
+            .contains_key(&stream)
+            .then_some(HostEvent::ExecStarted {
+                stream,
+                pid: started.pid,
+            })
+    }
+
+    fn failed(&mut self, failed: v1::ExecFailed) -> Result<Option<HostEvent>, Violation> {
+        let failure = failed.failure.ok_or(Violation::Incomplete {
+            stream: failed.stream_id,
+        })?;
+        Ok(self.ended(failed.stream_id, ProcessEnd::NotStarted(failure)))
+    }
+
+    fn exited(&mut self, exited: v1::ExecExited) -> Result<Option<HostEvent>, Violation> {
+        let incomplete = Violation::Incomplete {
+            stream: exited.stream_id,
+        };
+        let end = ProcessEnd::from_message(exited.status).ok_or(incomplete)?;
+        Ok(self.ended(exited.stream_id, end))
+    }
+
+    fn ended(&mut self, stream: u32, end: ProcessEnd) -> Option<HostEvent> {
+        let stream = StreamId(stream);
+        self.streams
+            .remove(&stream)
+            .map(|_| HostEvent::ExecEnded { stream, end })
+    }
+
+    fn output(&mut self, message: v1::OutputData) -> Result<Option<HostEvent>, Violation> {
+        let (stream, output) = (StreamId(message.stream_id), message.output());
+        let Some(state) = self.streams.get_mut(&stream) else {
+            return Ok(None);
+        };
+        let abandoned = state.abandoned;
+        let Some(window) = state.window(output) else {
+            return Ok(None);
+        };
+        window
+            .received(message.data.len())
+            .map_err(|overrun| Violation::Window {
+                stream: stream.0,
+                overrun,
+            })?;
+        if abandoned {
+            self.consumed(stream, output, message.data.len());
+            return Ok(None);
+        }
+        Ok(Some(HostEvent::Output {
+            stream,
+            output,
+            data: message.data,
+        }))
+    }
+
+    fn closed(&self, message: v1::OutputClosed) -> Option<HostEvent> {
+        let (stream, output) = (StreamId(message.stream_id), message.output());
+        let wanted = self
+            .streams
+            .get(&stream)
+            .is_some_and(|state| !state.abandoned);
+        wanted.then_some(HostEvent::OutputClosed { stream, output })
+    }
+
+    fn credit(&mut self, credit: v1::StdinCredit) -> Option<HostEvent> {
+        let stream = StreamId(credit.stream_id);
+        let state = self.streams.get_mut(&stream)?;
+        state.stdin.grant(credit.bytes);
+        (state.stdin_open && !state.abandoned).then_some(HostEvent::StdinWritable { stream })
+    }
+
+    fn push(&mut self, message: impl Into<host_message::Kind>) -> Result<(), TooLong> {
+        let message = v1::HostMessage {
+            kind: Some(message.into()),
+        };
+        frame::encode(
+            Direction::FromHost,
+            self.nonce,
+            &message.encode_to_vec(),
+            &mut self.wire.bytes,
+        )
+    }
+
+    fn push_small(&mut self, message: impl Into<host_message::Kind>) {
+        self.push(message)
+            .expect("stream messages are bounded by MAX_CHUNK");
+    }
+}
+
+/// Bytes on their way to the port.
+#[derive(Debug, Default)]
+pub(crate) struct Wire {
+    pub(crate) bytes: Vec<u8>,
+    written: usize,
+}
+
+impl Wire {
+    pub(crate) fn outgoing(&self) -> &[u8] {
+        &self.bytes[self.written..]
+    }
+
+    pub(crate) fn written(&mut self, len: usize) {
+        self.written = (self.written + len).min(self.bytes.len());
+        // Moving the rest for every write would be quadratic; never would keep all that was ever sent.
+        if self.written == self.bytes.len() || self.written >= 1024 * 1024 {
+            self.bytes.drain(..self.written);
+            self.written = 0;
+        }
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.bytes.clear();
+        self.written = 0;
+    }
+}
+
+#[cfg(test)]
+#[path = "connection_tests.rs"]
+mod tests;
