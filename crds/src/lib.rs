@@ -1,1 +1,41 @@
+//! The custom resources of Kibotos: the only database of the system.
+//!
+//! `spec` is what people asked for, `status` is what is true; only the operator writes a status.
+//! Rules about one object are CEL in its schema, rules about deletes are admission policies
+//! ([`policy`]); both are generated into `crds/yaml/` and applied by the operator when it starts.
+//!
+//! The types carry the rules where they can: an [`Epoch`] cannot be mixed up with an
+//! [`Incarnation`], an amount of CPU is a [`MilliCpu`] and of memory a [`Bytes`].
 
+mod amounts;
+mod condition;
+mod counters;
+mod ids;
+mod labels;
+mod names;
+mod ratio;
+
+pub mod node;
+pub mod overcommit_policy;
+pub mod policy;
+pub mod storage_pool;
+pub mod template;
+pub mod tombstone;
+pub mod volume;
+pub mod workspace;
+pub mod yaml;
+
+pub use amounts::{AmountError, Bytes, CpuQuantity, MemoryQuantity, MilliCpu, SizeQuantity};
+pub use condition::{ConditionType, condition, set_condition};
+pub use counters::{Epoch, Incarnation, SequenceNumber, Term};
+pub use ids::{IdError, InstanceId, WorkspaceId};
+pub use labels::{CLUSTER_ID_CONFIG_MAP, FIELD_MANAGER, GROUP, VERSION, VOLUME_FINALIZER, WORKSPACE_FINALIZER};
+pub use names::{CommandId, NameError, NodeId, ObjectUid, PoolId};
+pub use node::Node;
+pub use overcommit_policy::OvercommitPolicy;
+pub use ratio::{Ratio, RatioError};
+pub use storage_pool::StoragePool;
+pub use template::Template;
+pub use tombstone::WorkspaceTombstone;
+pub use volume::Volume;
+pub use workspace::Workspace;

@@ -1,1 +1,8 @@
-fn main() -> Result<(), Box<dyn std::error::Error>> { Ok(()) }
+//! Compiles the protos without protoc.
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    println!("cargo::rerun-if-changed=proto");
+    let files = protox::compile(["kibotos/node/v1/control.proto"], ["proto"])?;
+    tonic_prost_build::configure().compile_fds(files)?;
+    Ok(())
+}

@@ -1,1 +1,11 @@
+//! The control session between operator and node: its messages, and the secrets that open it.
 
+mod secret;
+
+/// Generated from `proto/kibotos/node/v1/control.proto`.
+pub mod v1 {
+    #![allow(clippy::pedantic, reason = "generated")]
+    tonic::include_proto!("kibotos.node.v1");
+}
+
+pub use secret::{EnrollmentToken, NodeKey, Secret, SecretHash, TokenError};

@@ -1,0 +1,59 @@
+//! What CEL in a schema cannot see: deletes, as ValidatingAdmissionPolicies.
+
+use k8s_openapi::api::admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding};
+
+/// A policy with the binding that puts it in force.
+pub struct Policy {
+    pub policy: ValidatingAdmissionPolicy,
+    pub binding: ValidatingAdmissionPolicyBinding,
+}
+
+/// All policies, in the order in which they are applied.
+pub fn all() -> Vec<Policy> {
+    vec![
+        refuse_delete(
+            "kibotos-keep-admitted-nodes",
+            "nodes",
+            "!has(oldObject.status) || !has(oldObject.status.admission) || oldObject.status.admission == 'Pending'",
+            "'Node ' + oldObject.metadata.name + ' was admitted, and its registration is kept for ever, since records refer to it: retire it instead (spec.retirement)'",
+        ),
+        refuse_delete(
+            "kibotos-keep-default-overcommit-policy",
+            "overcommitpolicies",
+            "oldObject.metadata.name != 'default'",
+            "'the default OvercommitPolicy cannot be deleted: set its ratios to 1 instead'",
+        ),
+    ]
+}
+
+fn refuse_delete(name: &str, resource: &str, allowed_when: &str, message: &str) -> Policy {
+    let policy = serde_json::json!({
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "ValidatingAdmissionPolicy",
+        "metadata": { "name": name },
+        "spec": {
+            "failurePolicy": "Fail",
+            "matchConstraints": { "resourceRules": [{
+                "apiGroups": [crate::GROUP],
+                "apiVersions": ["*"],
+                "operations": ["DELETE"],
+                "resources": [resource],
+            }]},
+            "validations": [{
+                "expression": allowed_when,
+                "messageExpression": message,
+                "reason": "Forbidden",
+            }],
+        },
+    });
+    let binding = serde_json::json!({
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "ValidatingAdmissionPolicyBinding",
+        "metadata": { "name": name },
+        "spec": { "policyName": name, "validationActions": ["Deny"] },
+    });
+    Policy {
+        policy: serde_json::from_value(policy).expect("the policy above has the API's shape"),
+        binding: serde_json::from_value(binding).expect("the binding above has the API's shape"),
+    }
+}

@@ -1,0 +1,116 @@
+//! Volume: a disk with a life of its own, bound by at most one Workspace.
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use kube::{CustomResource, KubeSchema};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    Bytes, Epoch, InstanceId, PoolId, SizeQuantity, Term,
+    condition::conditions_schema,
+    node::{Holder, PreviousHolder},
+};
+
+/// A disk that Workspaces bind, and that outlives them.
+#[derive(CustomResource, KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[kube(
+    group = "kibotos.dev",
+    version = "v1alpha1",
+    kind = "Volume",
+    plural = "volumes",
+    namespaced,
+    shortname = "kvol",
+    category = "kibo",
+    status = "VolumeStatus",
+    derive = "PartialEq",
+    selectable = ".status.phase",
+    printcolumn(name = "Status", type_ = "string", json_path = ".status.phase"),
+    printcolumn(name = "Size", type_ = "string", json_path = ".spec.size"),
+    printcolumn(name = "Pool", type_ = "string", json_path = ".status.pool"),
+    printcolumn(name = "Workspace", type_ = "string", json_path = ".status.boundTo.name"),
+    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
+)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(
+    validation = Rule::new("has(self.pool) == has(oldSelf.pool) && (!has(self.pool) || self.pool == oldSelf.pool)")
+        .message("spec.pool is immutable: move the Volume instead")
+        .reason(Reason::FieldValueForbidden),
+    validation = Rule::new("!isQuantity(string(self.size)) || !isQuantity(string(oldSelf.size)) || quantity(string(self.size)).compareTo(quantity(string(oldSelf.size))) >= 0")
+        .message("spec.size can only grow")
+        .reason(Reason::FieldValueInvalid),
+)]
+pub struct VolumeSpec {
+    pub size: SizeQuantity,
+    /// Where its bytes live; absent: the default pool of the node that makes it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pool: Option<PoolId>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(
+    validation = Rule::new("!has(oldSelf.term) || (has(self.term) && self.term >= oldSelf.term)")
+        .message("status.term never falls: a newer leader has written this object")
+        .reason(Reason::FieldValueForbidden),
+    validation = Rule::new("!has(oldSelf.epoch) || (has(self.epoch) && self.epoch >= oldSelf.epoch)")
+        .message("status.epoch never falls")
+        .reason(Reason::FieldValueForbidden),
+)]
+pub struct VolumeStatus {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0))]
+    pub observed_generation: Option<i64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub term: Option<Term>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub phase: Option<VolumePhase>,
+    /// Where the image is, or will be; set with the first grant.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pool: Option<PoolId>,
+    /// Size of the image; absent until a node has made it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size: Option<Bytes>,
+    /// The newest grant that was ever given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epoch: Option<Epoch>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub holder: Option<Holder>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub previous_holder: Option<PreviousHolder>,
+    /// For whom the newest grant was given; decides between two Workspaces.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub granted_for: Option<GrantedFor>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bound_to: Option<BoundTo>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "conditions_schema")]
+    pub conditions: Vec<Condition>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum VolumePhase {
+    /// No image exists yet; it is made at the first start.
+    Pending,
+    /// Bound by no Workspace.
+    Available,
+    Bound,
+    Deleting,
+    Lost,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct GrantedFor {
+    #[schemars(length(max = 36))]
+    pub workspace_uid: String,
+    pub instance_id: InstanceId,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct BoundTo {
+    #[schemars(length(max = 253))]
+    pub name: String,
+    #[schemars(length(max = 36))]
+    pub uid: String,
+}

@@ -1,0 +1,65 @@
+//! The YAML that is generated from the types: what `crds/yaml/` holds and the operator applies.
+
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::CustomResourceExt;
+
+use crate::{Node, OvercommitPolicy, StoragePool, Template, Volume, Workspace, WorkspaceTombstone, policy};
+
+/// All custom resource definitions.
+pub fn crds() -> Vec<CustomResourceDefinition> {
+    vec![
+        Node::crd(),
+        StoragePool::crd(),
+        OvercommitPolicy::crd(),
+        Template::crd(),
+        Workspace::crd(),
+        Volume::crd(),
+        WorkspaceTombstone::crd(),
+    ]
+}
+
+/// File name and content of every generated file.
+pub fn files() -> Result<Vec<(String, String)>, serde_yaml::Error> {
+    let mut files = Vec::new();
+    for crd in crds() {
+        files.push((format!("{}.yaml", crd.spec.names.plural), serde_yaml::to_string(&crd)?));
+    }
+    for policy in policy::all() {
+        let name = policy.policy.metadata.name.clone().unwrap_or_default();
+        let text =
+            format!("{}---\n{}", serde_yaml::to_string(&policy.policy)?, serde_yaml::to_string(&policy.binding)?);
+        files.push((format!("policy-{name}.yaml"), text));
+    }
+    Ok(files)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, path::Path};
+
+    /// Run with `KIBOTOS_UPDATE=1` to write the files anew.
+    #[test]
+    fn the_files_in_crds_yaml_are_those_that_the_types_generate() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("yaml");
+        let files = super::files().unwrap();
+        if std::env::var_os("KIBOTOS_UPDATE").is_some() {
+            fs::create_dir_all(&dir).unwrap();
+            for (name, text) in &files {
+                fs::write(dir.join(name), text).unwrap();
+            }
+        }
+        let mut expected: Vec<_> = files.iter().map(|(name, _)| name.clone()).collect();
+        let mut found: Vec<_> =
+            fs::read_dir(&dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        expected.sort();
+        found.sort();
+        assert_eq!(found, expected);
+        for (name, text) in files {
+            assert_eq!(
+                fs::read_to_string(dir.join(&name)).unwrap(),
+                text,
+                "{name} has drifted: run with KIBOTOS_UPDATE=1"
+            );
+        }
+    }
+}
