@@ -1,13 +1,15 @@
 //! The YAML that is generated from the types: what `crds/yaml/` holds and the operator applies.
 
-use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::{
+    CustomResourceDefinition, JSONSchemaProps, JSONSchemaPropsOrArray,
+};
 use kube::CustomResourceExt;
 
 use crate::{Node, OvercommitPolicy, StoragePool, Template, Volume, Workspace, WorkspaceTombstone, policy};
 
 /// All custom resource definitions.
 pub fn crds() -> Vec<CustomResourceDefinition> {
-    vec![
+    let crds = [
         Node::crd(),
         StoragePool::crd(),
         OvercommitPolicy::crd(),
@@ -15,7 +17,27 @@ pub fn crds() -> Vec<CustomResourceDefinition> {
         Workspace::crd(),
         Volume::crd(),
         WorkspaceTombstone::crd(),
-    ]
+    ];
+    crds.into_iter().map(with_known_formats).collect()
+}
+
+/// The API server warns about formats of unsigned integers, which it does not know.
+fn with_known_formats(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
+    let schemas = crd.spec.versions.iter_mut().filter_map(|version| version.schema.as_mut());
+    schemas.filter_map(|schema| schema.open_api_v3_schema.as_mut()).for_each(name_known_formats);
+    crd
+}
+
+fn name_known_formats(schema: &mut JSONSchemaProps) {
+    if matches!(schema.format.as_deref(), Some("uint16" | "uint32" | "uint64")) {
+        schema.format = Some("int64".to_owned());
+    }
+    schema.properties.iter_mut().flatten().for_each(|(_, property)| name_known_formats(property));
+    match &mut schema.items {
+        Some(JSONSchemaPropsOrArray::Schema(items)) => name_known_formats(items),
+        Some(JSONSchemaPropsOrArray::Schemas(items)) => items.iter_mut().for_each(name_known_formats),
+        None => {}
+    }
 }
 
 /// File name and content of every generated file.
