@@ -1,0 +1,35 @@
+//! What every room of the leader shares. It lives exactly as long as one leadership.
+
+use std::sync::Arc;
+
+use kibo_crds::{Bytes, Term};
+use kube::{Client, runtime::events::Recorder};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+
+use crate::{node::NodeIndex, session::Registry, storage_pool::PoolIndex};
+
+/// The leader's surroundings. Cheap to clone as an [`Arc`].
+pub struct Context {
+    pub client: Client,
+    /// Namespace of the operator's own objects.
+    pub namespace: String,
+    /// Number of this leadership; every status write carries it.
+    pub term: Term,
+    /// Random id of this cluster, made once.
+    pub cluster_id: String,
+    /// The live control sessions.
+    pub registry: Registry,
+    /// What voids executions and holders, for each Node.
+    pub nodes: NodeIndex,
+    /// Markers and members of the StoragePools.
+    pub pools: PoolIndex,
+    pub recorder: Recorder,
+    /// What a VM needs beyond its guest's memory; counts in the allocation.
+    pub vm_overhead: Bytes,
+    /// Cancelled when this leadership ends; everything spawned must end then.
+    pub stop: CancellationToken,
+    /// Spawn what must have ended before the Lease is given back on this tracker.
+    pub tasks: TaskTracker,
+}
+
+pub type Ctx = Arc<Context>;

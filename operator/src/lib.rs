@@ -1,0 +1,9 @@
+//! The operator: the only writer of every `status`.
+//!
+//! One replica leads (module [`leader`]) and only that one acts. Each room decides in pure functions
+//! over what was observed, and applies the decision in a thin shell.
+
+pub mod context;
+pub mod node;
+pub mod session;
+pub mod storage_pool;

@@ -1,0 +1,283 @@
+//! One live session: what the node said last, and the way to it.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::{Mutex, MutexGuard},
+    time::{Duration, Instant},
+};
+
+use kibo_crds::{Bytes, Incarnation, MilliCpu, NodeId, PoolId, Ratio, Term};
+use kibo_protocol::v1::{self, to_node};
+use tokio::sync::{mpsc, oneshot};
+use tokio_util::sync::CancellationToken;
+
+/// Messages that may wait for a node that does not read; one more ends the session.
+const OUTBOUND_QUEUE: usize = 1024;
+
+/// What could not be measured is absent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Capacity {
+    pub cpu: Option<MilliCpu>,
+    pub memory: Option<Bytes>,
+    pub max_instances: Option<u32>,
+}
+
+impl From<&v1::Capacity> for Capacity {
+    fn from(capacity: &v1::Capacity) -> Self {
+        Self {
+            cpu: capacity.cpu_milli.map(MilliCpu),
+            memory: capacity.memory_bytes.map(Bytes),
+            max_instances: capacity.max_instances,
+        }
+    }
+}
+
+/// A pool as its node declared it, with a checked name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeclaredPool {
+    pub id: PoolId,
+    pub uid: String,
+    pub default: bool,
+    pub available: bool,
+    pub capacity: Option<Bytes>,
+    pub free: Option<Bytes>,
+}
+
+/// What the node's admission is to use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Settings {
+    pub drain: bool,
+    /// Absent: the node's own.
+    pub slots: Option<u32>,
+    pub cpu: Ratio,
+    pub memory: Ratio,
+}
+
+/// Settings on their way to the node.
+#[derive(Clone, Copy, Debug)]
+pub struct SentSettings {
+    pub settings: Settings,
+    pub revision: u64,
+    pub sent_at: Instant,
+    pub confirmed: bool,
+}
+
+/// The node's newest report.
+#[derive(Clone, Debug)]
+pub struct LastReport {
+    pub report: v1::Report,
+    pub at: Instant,
+    pub time: jiff::Timestamp,
+    /// The settings in force were confirmed before this report was made.
+    pub after_confirmation: bool,
+}
+
+/// What changes during a session.
+#[derive(Debug)]
+pub struct State {
+    pub pools: Vec<DeclaredPool>,
+    pub settings: SentSettings,
+    pub report: Option<LastReport>,
+    /// The HelloAck with the desired set has gone out: the node may be a candidate.
+    pub acknowledged: bool,
+    pub last_assigned: Option<Instant>,
+    /// Last sign of life, for the watchdog.
+    pub heard_at: Instant,
+}
+
+/// Why the operator ends a session; the node is told.
+#[derive(Clone, Debug)]
+pub struct Ending {
+    pub reason: v1::SessionRefusal,
+    pub message: String,
+}
+
+/// How an offer was answered.
+#[derive(Debug)]
+pub enum OfferAnswer {
+    Accepted,
+    Refused { reason: v1::RefuseReason, message: String },
+}
+
+/// A session in the registry.
+#[derive(Debug)]
+pub struct Session {
+    pub id: String,
+    pub node: NodeId,
+    pub incarnation: Incarnation,
+    pub boot_id: String,
+    pub version: String,
+    pub term: Term,
+    pub capacity: Capacity,
+    pub labels: BTreeMap<String, String>,
+    /// Cancelled when the session is over, for whatever reason.
+    pub over: CancellationToken,
+    outbound: mpsc::Sender<v1::ToNode>,
+    state: Mutex<State>,
+    ending: Mutex<Option<Ending>>,
+    offers: Mutex<HashMap<String, oneshot::Sender<OfferAnswer>>>,
+    commands: Mutex<HashMap<String, oneshot::Sender<v1::ObjectResult>>>,
+}
+
+/// Everything that a session is made from.
+pub struct NewSession {
+    pub id: String,
+    pub node: NodeId,
+    pub incarnation: Incarnation,
+    pub boot_id: String,
+    pub version: String,
+    pub term: Term,
+    pub capacity: Capacity,
+    pub labels: BTreeMap<String, String>,
+    pub pools: Vec<DeclaredPool>,
+    pub settings: Settings,
+    pub settings_revision: u64,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().expect("no holder of this lock panics")
+}
+
+impl Session {
+    /// The session, and the queue of what is to be sent to its node.
+    pub fn new(new: NewSession) -> (Self, mpsc::Receiver<v1::ToNode>) {
+        let (outbound, queue) = mpsc::channel(OUTBOUND_QUEUE);
+        let now = Instant::now();
+        let session = Self {
+            id: new.id,
+            node: new.node,
+            incarnation: new.incarnation,
+            boot_id: new.boot_id,
+            version: new.version,
+            term: new.term,
+            capacity: new.capacity,
+            labels: new.labels,
+            over: CancellationToken::new(),
+            outbound,
+            state: Mutex::new(State {
+                pools: new.pools,
+                settings: SentSettings {
+                    settings: new.settings,
+                    revision: new.settings_revision,
+                    sent_at: now,
+                    confirmed: false,
+                },
+                report: None,
+                acknowledged: false,
+                last_assigned: None,
+                heard_at: now,
+            }),
+            ending: Mutex::default(),
+            offers: Mutex::default(),
+            commands: Mutex::default(),
+        };
+        (session, queue)
+    }
+
+    pub fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    /// Queues a message. A node that lets its queue fill up loses its session.
+    pub fn send(&self, message: to_node::Message) -> bool {
+        if self.over.is_cancelled() {
+            return false;
+        }
+        let message = v1::ToNode { term: self.term.0, message: Some(message) };
+        match self.outbound.try_send(message) {
+            Ok(()) => true,
+            Err(mpsc::error::TrySendError::Full(_)) => {
+                tracing::warn!(node = %self.node, session = %self.id, "the node does not read its messages: the session ends");
+                self.over.cancel();
+                false
+            }
+            Err(mpsc::error::TrySendError::Closed(_)) => false,
+        }
+    }
+
+    /// Ends the session; the node hears why. Only the first reason counts.
+    pub fn end(&self, reason: v1::SessionRefusal, message: impl Into<String>) {
+        lock(&self.ending).get_or_insert_with(|| Ending { reason, message: message.into() });
+        self.close();
+    }
+
+    /// Ends the session without a word: the connection is gone. Whoever waits for an answer learns it at once.
+    pub fn close(&self) {
+        self.over.cancel();
+        lock(&self.offers).clear();
+        lock(&self.commands).clear();
+    }
+
+    pub fn ending(&self) -> Option<Ending> {
+        lock(&self.ending).clone()
+    }
+
+    pub fn expect_offer(&self, offer_id: &str) -> oneshot::Receiver<OfferAnswer> {
+        let (answer, receiver) = oneshot::channel();
+        lock(&self.offers).insert(offer_id.to_owned(), answer);
+        receiver
+    }
+
+    /// Hands over the answer to an offer; `false` when nobody waits for it any more.
+    pub fn answer_offer(&self, offer_id: &str, answer: OfferAnswer) -> bool {
+        lock(&self.offers).remove(offer_id).is_some_and(|waiting| waiting.send(answer).is_ok())
+    }
+
+    pub fn forget_offer(&self, offer_id: &str) {
+        lock(&self.offers).remove(offer_id);
+    }
+
+    pub fn expect_command(&self, command_id: &str) -> oneshot::Receiver<v1::ObjectResult> {
+        let (answer, receiver) = oneshot::channel();
+        lock(&self.commands).insert(command_id.to_owned(), answer);
+        receiver
+    }
+
+    pub fn answer_command(&self, result: v1::ObjectResult) -> bool {
+        lock(&self.commands).remove(&result.command_id).is_some_and(|waiting| waiting.send(result).is_ok())
+    }
+
+    pub fn forget_command(&self, command_id: &str) {
+        lock(&self.commands).remove(command_id);
+    }
+
+    /// Sends settings when they differ from those that were sent last. The revision only grows.
+    pub fn push_settings(&self, settings: Settings, at_least: u64) -> bool {
+        let message = {
+            let mut state = self.state();
+            if state.settings.settings == settings {
+                return false;
+            }
+            let revision = at_least.max(state.settings.revision + 1);
+            state.settings = SentSettings { settings, revision, sent_at: Instant::now(), confirmed: false };
+            settings_message(&state.settings)
+        };
+        self.send(to_node::Message::Settings(message));
+        true
+    }
+
+    /// The node's admission uses the settings of this revision. Returns whether that is news.
+    pub fn confirm_settings(&self, revision: u64) -> bool {
+        let mut state = self.state();
+        let news = !state.settings.confirmed && state.settings.revision == revision;
+        state.settings.confirmed |= news;
+        news
+    }
+
+    /// How long the settings have been waiting for their confirmation.
+    pub fn unconfirmed_for(&self) -> Option<Duration> {
+        let state = self.state();
+        (!state.settings.confirmed).then(|| state.settings.sent_at.elapsed())
+    }
+}
+
+/// Settings as they go over the wire.
+pub fn settings_message(sent: &SentSettings) -> v1::Settings {
+    v1::Settings {
+        revision: sent.revision,
+        drain: sent.settings.drain,
+        slots: sent.settings.slots,
+        cpu_ratio: sent.settings.cpu.thousandths(),
+        memory_ratio: sent.settings.memory.thousandths(),
+    }
+}

@@ -1,0 +1,8 @@
+//! Control sessions: opened by the nodes, held by the leader.
+
+pub mod hooks;
+mod live;
+mod registry;
+
+pub use live::{Capacity, DeclaredPool, Settings};
+pub use registry::{Accepted, CommandFailure, NoSession, NodeSnapshot, ObjectCommand, OfferFailure, Registry};

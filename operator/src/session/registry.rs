@@ -1,0 +1,280 @@
+//! The live sessions of this leader. They exist in memory only: a node's connection ends in one process,
+//! so that process is the only one that can reach it.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::{Arc, Mutex, MutexGuard},
+    time::{Duration, Instant},
+};
+
+use kibo_crds::{Bytes, Incarnation, NodeId};
+use kibo_protocol::v1::{self, to_node};
+use tokio::sync::watch;
+
+use super::live::{Capacity, DeclaredPool, OfferAnswer, Session, Settings};
+
+/// A node answers an offer from memory; much longer than that means that it is stuck.
+const OFFER_TIMEOUT: Duration = Duration::from_secs(3);
+/// Commands on objects touch the disk, and a deletion may free much of it.
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// What placement sees of a node with a live session. A value, so that a tick may charge its own copy.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NodeSnapshot {
+    pub id: NodeId,
+    pub incarnation: Incarnation,
+    pub session_id: String,
+    pub labels: BTreeMap<String, String>,
+    /// As reported; what could not be measured is absent and no constraint.
+    pub capacity: Capacity,
+    /// Drain, slots and ratios in force.
+    pub settings: Settings,
+    /// The node has confirmed that its admission uses `settings`.
+    pub settings_confirmed: bool,
+    /// The HelloAck with the desired set was sent.
+    pub desired_sent: bool,
+    /// Whether it is the pool that the cluster means, [`crate::storage_pool::PoolIndex::has_marker`] tells.
+    pub pools: Vec<DeclaredPool>,
+    pub last_assigned: Option<Instant>,
+}
+
+impl NodeSnapshot {
+    /// How many Instances may run here at once; absent: no limit.
+    pub fn slots(&self) -> Option<u32> {
+        self.settings.slots.or(self.capacity.max_instances)
+    }
+
+    /// Capacity times ratio.
+    pub fn schedulable_cpu(&self) -> Option<kibo_crds::MilliCpu> {
+        self.capacity.cpu.map(|cpu| self.settings.cpu.of_cpu(cpu))
+    }
+
+    /// Capacity times ratio.
+    pub fn schedulable_memory(&self) -> Option<Bytes> {
+        self.capacity.memory.map(|memory| self.settings.memory.of_memory(memory))
+    }
+}
+
+/// A node has reserved what an offer names, for 5 s of its own clock.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Accepted {
+    /// The incarnation that the execution and the holders must name.
+    pub incarnation: Incarnation,
+    pub session_id: String,
+}
+
+/// An offer did not lead to a reservation. Nothing is left on the node, or its Revoke is on the way.
+#[derive(Debug, thiserror::Error)]
+pub enum OfferFailure {
+    #[error("the node refused: {message}")]
+    Refused { reason: v1::RefuseReason, message: String },
+    #[error("node {0} has no control session")]
+    NoSession(NodeId),
+    #[error("the control session of node {0} ended before it answered the offer")]
+    SessionLost(NodeId),
+    #[error("node {0} did not answer the offer in time")]
+    Timeout(NodeId),
+}
+
+/// There is no session in that incarnation to send on.
+#[derive(Debug, thiserror::Error)]
+#[error("node {0} has no control session in that incarnation")]
+pub struct NoSession(pub NodeId);
+
+/// A command on an object of a pool; the node answers with an ObjectResult.
+#[derive(Clone, Debug, PartialEq)]
+pub enum ObjectCommand {
+    Delete(v1::DeleteObject),
+    ConfirmNotTaken(v1::ConfirmNotTaken),
+}
+
+/// Nothing is known of the command's effect; it is idempotent, so send it again later.
+#[derive(Debug, thiserror::Error)]
+pub enum CommandFailure {
+    #[error(transparent)]
+    NoSession(#[from] NoSession),
+    #[error("the control session of node {0} ended before it answered")]
+    SessionLost(NodeId),
+    #[error("node {0} did not answer in time")]
+    Timeout(NodeId),
+}
+
+#[derive(Clone)]
+pub struct Registry(Arc<Inner>);
+
+struct Inner {
+    sessions: Mutex<HashMap<NodeId, Arc<Session>>>,
+    /// One Hello of a node is decided at a time.
+    opening: Mutex<HashMap<NodeId, Arc<tokio::sync::Mutex<()>>>>,
+    changes: watch::Sender<u64>,
+}
+
+impl Default for Registry {
+    fn default() -> Self {
+        Self(Arc::new(Inner { sessions: Mutex::default(), opening: Mutex::default(), changes: watch::channel(0).0 }))
+    }
+}
+
+impl Registry {
+    fn sessions(&self) -> MutexGuard<'_, HashMap<NodeId, Arc<Session>>> {
+        self.0.sessions.lock().expect("no holder of this lock panics")
+    }
+
+    /// All nodes with a live session, candidates or not.
+    pub fn snapshot(&self) -> Vec<NodeSnapshot> {
+        let sessions: Vec<_> = self.sessions().values().cloned().collect();
+        sessions.iter().map(|session| snapshot_of(session)).collect()
+    }
+
+    pub fn snapshot_of(&self, node: &NodeId) -> Option<NodeSnapshot> {
+        self.get(node).map(|session| snapshot_of(&session))
+    }
+
+    /// Moves when a session came or went, or when what a node can take changed.
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.0.changes.subscribe()
+    }
+
+    /// Asks a node to reserve. When this ends without an acceptance that its caller saw, the reservation is
+    /// revoked.
+    pub async fn offer(&self, node: &NodeId, offer: v1::Offer) -> Result<Accepted, OfferFailure> {
+        let session = self.get(node).ok_or_else(|| OfferFailure::NoSession(node.clone()))?;
+        let mut pending = PendingOffer { session: &session, offer_id: offer.offer_id.clone(), settled: false };
+        let answer = session.expect_offer(&offer.offer_id);
+        if !session.send(to_node::Message::Offer(offer)) {
+            pending.settled = true;
+            session.forget_offer(&pending.offer_id);
+            return Err(OfferFailure::SessionLost(node.clone()));
+        }
+        match tokio::time::timeout(OFFER_TIMEOUT, answer).await {
+            Err(_) => Err(OfferFailure::Timeout(node.clone())),
+            Ok(Err(_)) => Err(OfferFailure::SessionLost(node.clone())),
+            Ok(Ok(OfferAnswer::Refused { reason, message })) => {
+                pending.settled = true;
+                Err(OfferFailure::Refused { reason, message })
+            }
+            Ok(Ok(OfferAnswer::Accepted)) => {
+                pending.settled = true;
+                session.state().last_assigned = Some(Instant::now());
+                Ok(Accepted { incarnation: session.incarnation, session_id: session.id.clone() })
+            }
+        }
+    }
+
+    /// Queues a message for the node, if its session has this incarnation. Queued is not received: what must
+    /// not be lost is in the desired set of the next session.
+    pub fn send(&self, node: &NodeId, incarnation: Incarnation, message: to_node::Message) -> Result<(), NoSession> {
+        let session = self.get_in(node, incarnation)?;
+        if session.send(message) { Ok(()) } else { Err(NoSession(node.clone())) }
+    }
+
+    pub async fn object_command(
+        &self,
+        node: &NodeId,
+        incarnation: Incarnation,
+        command: ObjectCommand,
+    ) -> Result<v1::ObjectResult, CommandFailure> {
+        let session = self.get_in(node, incarnation)?;
+        let (id, message) = match command {
+            ObjectCommand::Delete(delete) => (delete.command_id.clone(), to_node::Message::DeleteObject(delete)),
+            ObjectCommand::ConfirmNotTaken(confirm) => {
+                (confirm.command_id.clone(), to_node::Message::ConfirmNotTaken(confirm))
+            }
+        };
+        let answer = session.expect_command(&id);
+        if !session.send(message) {
+            session.forget_command(&id);
+            return Err(CommandFailure::SessionLost(node.clone()));
+        }
+        match tokio::time::timeout(COMMAND_TIMEOUT, answer).await {
+            Ok(Ok(result)) => Ok(result),
+            Ok(Err(_)) => Err(CommandFailure::SessionLost(node.clone())),
+            Err(_) => {
+                session.forget_command(&id);
+                Err(CommandFailure::Timeout(node.clone()))
+            }
+        }
+    }
+
+    pub(crate) fn get(&self, node: &NodeId) -> Option<Arc<Session>> {
+        self.sessions().get(node).cloned()
+    }
+
+    fn get_in(&self, node: &NodeId, incarnation: Incarnation) -> Result<Arc<Session>, NoSession> {
+        self.get(node).filter(|session| session.incarnation == incarnation).ok_or_else(|| NoSession(node.clone()))
+    }
+
+    pub(crate) fn all(&self) -> Vec<Arc<Session>> {
+        self.sessions().values().cloned().collect()
+    }
+
+    /// The lock under which a Hello of this node is decided and committed.
+    pub(crate) fn opening(&self, node: &NodeId) -> Arc<tokio::sync::Mutex<()>> {
+        let mut opening = self.0.opening.lock().expect("no holder of this lock panics");
+        opening.retain(|_, lock| Arc::strong_count(lock) > 1);
+        opening.entry(node.clone()).or_default().clone()
+    }
+
+    pub(crate) fn insert(&self, session: Arc<Session>) {
+        let replaced = self.sessions().insert(session.node.clone(), session);
+        debug_assert!(replaced.is_none(), "the previous session leaves the registry first");
+        if let Some(replaced) = replaced {
+            replaced.close();
+        }
+        self.notify();
+    }
+
+    /// Takes the session out, if it is still the one of its node.
+    pub(crate) fn remove(&self, session: &Session) -> bool {
+        let mut sessions = self.sessions();
+        let current = sessions.get(&session.node).is_some_and(|current| current.id == session.id);
+        if current {
+            sessions.remove(&session.node);
+        }
+        drop(sessions);
+        if current {
+            self.notify();
+        }
+        current
+    }
+
+    pub(crate) fn is_current(&self, session: &Session) -> bool {
+        self.sessions().get(&session.node).is_some_and(|current| current.id == session.id)
+    }
+
+    pub(crate) fn notify(&self) {
+        self.0.changes.send_modify(|count| *count = count.wrapping_add(1));
+    }
+}
+
+/// Takes an offer back whose answer nobody will see.
+struct PendingOffer<'a> {
+    session: &'a Session,
+    offer_id: String,
+    settled: bool,
+}
+
+impl Drop for PendingOffer<'_> {
+    fn drop(&mut self) {
+        if !self.settled {
+            self.session.forget_offer(&self.offer_id);
+            self.session.send(to_node::Message::Revoke(v1::Revoke { offer_id: self.offer_id.clone() }));
+        }
+    }
+}
+
+fn snapshot_of(session: &Session) -> NodeSnapshot {
+    let state = session.state();
+    NodeSnapshot {
+        id: session.node.clone(),
+        incarnation: session.incarnation,
+        session_id: session.id.clone(),
+        labels: session.labels.clone(),
+        capacity: session.capacity,
+        settings: state.settings.settings,
+        settings_confirmed: state.settings.confirmed,
+        desired_sent: state.acknowledged,
+        pools: state.pools.clone(),
+        last_assigned: state.last_assigned,
+    }
+}
