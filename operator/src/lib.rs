@@ -4,6 +4,8 @@
 //! over what was observed, and applies the decision in a thin shell.
 
 pub mod context;
+pub mod guarded;
 pub mod node;
+pub mod placement;
 pub mod session;
 pub mod storage_pool;

@@ -1,0 +1,153 @@
+//! A node as placement sees it, and whether it can take one request.
+
+use std::collections::BTreeMap;
+
+use kibo_crds::{Bytes, MilliCpu, NodeId, PoolId};
+
+use super::{Demand, Disk, answer::Exclusion};
+
+/// A node with a live session. What could not be measured is absent and no constraint.
+#[derive(Clone, Debug)]
+pub struct CandidateNode {
+    pub id: NodeId,
+    pub labels: BTreeMap<String, String>,
+    /// A reason that keeps everything away, whatever it asks for.
+    pub closed: Option<Exclusion>,
+    /// Reported amounts times ratio.
+    pub schedulable_cpu: Option<MilliCpu>,
+    pub schedulable_memory: Option<Bytes>,
+    pub slots: Option<u32>,
+    /// Executions, and offers and commits in flight.
+    pub used: Used,
+    pub pools: Vec<CandidatePool>,
+    /// When the node got its last Workspace, on any scale that grows; 0: never.
+    pub last_assigned: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Used {
+    pub cpu: MilliCpu,
+    pub memory: Bytes,
+    pub instances: u32,
+}
+
+#[derive(Clone, Debug)]
+pub struct CandidatePool {
+    pub id: PoolId,
+    pub default: bool,
+    /// The node reaches it, and it is the pool that the cluster knows by this id.
+    pub available: bool,
+    /// Free space minus what was promised to images that are not made yet.
+    pub free: Option<Bytes>,
+}
+
+/// Resolution of a share: large enough that one millicore of the largest host shows.
+const SHARE_BITS: u32 = 32;
+
+fn free_share(schedulable: Option<u64>, used: u64) -> u64 {
+    match schedulable {
+        None => 1 << SHARE_BITS,
+        Some(0) => 0,
+        Some(schedulable) => {
+            let share = (u128::from(schedulable.saturating_sub(used)) << SHARE_BITS) / u128::from(schedulable);
+            u64::try_from(share).unwrap_or(1 << SHARE_BITS)
+        }
+    }
+}
+
+impl CandidateNode {
+    /// Free share of the scarcer resource, in units of 2^-32.
+    pub(super) fn share(&self) -> u64 {
+        let cpu = free_share(self.schedulable_cpu.map(|cpu| cpu.0), self.used.cpu.0);
+        cpu.min(free_share(self.schedulable_memory.map(|memory| memory.0), self.used.memory.0))
+    }
+
+    /// The pool for each disk, or the first thing that keeps this node out.
+    pub(super) fn admits(&self, demand: &Demand) -> Result<Vec<PoolId>, Exclusion> {
+        if let Some(words) = demand.refusals.get(&self.id) {
+            return Err(Exclusion::Refused(words.clone()));
+        }
+        if let Some(closed) = &self.closed {
+            return Err(closed.clone());
+        }
+        if demand.node_selector.iter().any(|(key, value)| self.labels.get(key) != Some(value)) {
+            return Err(Exclusion::Selector);
+        }
+        let pools = self.pools_for(&demand.disks)?;
+        self.has_room(demand)?;
+        Ok(pools)
+    }
+
+    fn has_room(&self, demand: &Demand) -> Result<(), Exclusion> {
+        if self.slots.is_some_and(|slots| self.used.instances >= slots) {
+            return Err(Exclusion::NoSlot);
+        }
+        let cpu = self.used.cpu.checked_add(demand.cpu);
+        if let Some(schedulable) = self.schedulable_cpu
+            && cpu.is_none_or(|needed| needed > schedulable)
+        {
+            return Err(Exclusion::Cpu { free: schedulable.saturating_sub(self.used.cpu) });
+        }
+        let memory = self.used.memory.checked_add(demand.memory);
+        if let Some(schedulable) = self.schedulable_memory
+            && memory.is_none_or(|needed| needed > schedulable)
+        {
+            return Err(Exclusion::Memory { free: schedulable.saturating_sub(self.used.memory) });
+        }
+        if cpu.is_none() || memory.is_none() || self.used.instances.checked_add(1).is_none() {
+            return Err(Exclusion::NoSlot);
+        }
+        Ok(())
+    }
+
+    fn pools_for(&self, disks: &[Disk]) -> Result<Vec<PoolId>, Exclusion> {
+        let mut claimed: BTreeMap<&PoolId, Bytes> = BTreeMap::new();
+        let mut pools = Vec::with_capacity(disks.len());
+        for disk in disks {
+            let (pool, size) = match disk {
+                Disk::In { pool, to_allocate } => (self.pool(pool)?, *to_allocate),
+                Disk::New { pool: Some(pool), size } => (self.pool(pool)?, *size),
+                Disk::New { pool: None, size } => {
+                    (self.pools.iter().find(|pool| pool.default).ok_or(Exclusion::NoDefaultPool)?, *size)
+                }
+            };
+            if !pool.available {
+                return Err(Exclusion::PoolUnavailable(pool.id.clone()));
+            }
+            let claim = claimed.entry(&pool.id).or_default();
+            let full = |free| Exclusion::PoolFull { pool: pool.id.clone(), free };
+            *claim = claim.checked_add(size).ok_or_else(|| full(pool.free.unwrap_or_default()))?;
+            // An image that exists in full needs nothing, also in a pool that is over-promised.
+            if let Some(free) = pool.free
+                && size > Bytes(0)
+                && *claim > free
+            {
+                return Err(full(free));
+            }
+            pools.push(pool.id.clone());
+        }
+        Ok(pools)
+    }
+
+    fn pool(&self, id: &PoolId) -> Result<&CandidatePool, Exclusion> {
+        self.pools.iter().find(|pool| pool.id == *id).ok_or_else(|| Exclusion::NotAttached(id.clone()))
+    }
+
+    /// Charges an admitted request. Space in a pool is charged by the board, for all of its members.
+    pub(super) fn charge(&mut self, demand: &Demand, last_assigned: u64) {
+        self.used.cpu.0 = self.used.cpu.0.saturating_add(demand.cpu.0);
+        self.used.memory.0 = self.used.memory.0.saturating_add(demand.memory.0);
+        self.used.instances = self.used.instances.saturating_add(1);
+        self.last_assigned = last_assigned;
+    }
+}
+
+impl Disk {
+    /// What the disk will still take from its pool.
+    pub fn to_allocate(&self) -> Bytes {
+        match self {
+            Self::In { to_allocate, .. } => *to_allocate,
+            Self::New { size, .. } => *size,
+        }
+    }
+}
