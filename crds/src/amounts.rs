@@ -225,8 +225,11 @@ fn quantity_schema(description: &str, rules: serde_json::Value) -> Schema {
     schema
 }
 
+/// CEL does not take 1.5Gi for an integer; its approximation is exact for every size in bounds.
 const WHOLE_MIB: (&str, &str) = (
-    "(quantity(string(self)).isInteger() && quantity(string(self)).asInteger() % 1048576 == 0)",
+    "(quantity(string(self)).isInteger() ? quantity(string(self)).asInteger() % 1048576 == 0 \
+     : quantity(string(self)).asApproximateFloat() / 1048576.0 \
+     == double(int(quantity(string(self)).asApproximateFloat() / 1048576.0)))",
     "a whole number of MiB",
 );
 

@@ -6,10 +6,10 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Context as _, Result};
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use comfy_table::{Table, presets};
 use kibo_e2e::local::{
-    CONTROL_PLANE, Component, Layout, LocalCluster, Need, Programs, Progress, Record,
+    Accelerator, CONTROL_PLANE, Component, Layout, LocalCluster, Need, Ports, Programs, Progress, Record,
 };
 
 /// A Kubernetes control plane, the operator and node daemons as plain processes of this machine.
@@ -35,12 +35,7 @@ enum Command {
 #[derive(Args)]
 struct State {
     /// Directory that holds all that this cluster has
-    #[arg(
-        long,
-        env = "KIBOTOS_STATE",
-        default_value = ".state/local",
-        value_name = "DIR"
-    )]
+    #[arg(long, env = "KIBOTOS_STATE", default_value = ".state/local", value_name = "DIR")]
     state: PathBuf,
 }
 
@@ -48,9 +43,27 @@ struct State {
 struct Up {
     #[command(flatten)]
     state: State,
+    /// Have at least this many nodes; more stay what they are
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    nodes: usize,
+    /// CPU that each new node gives to virtual machines
+    #[arg(long, default_value = "4", value_name = "QUANTITY")]
+    node_cpu: String,
+    /// Memory that each new node gives to virtual machines
+    #[arg(long, default_value = "4Gi", value_name = "QUANTITY")]
+    node_memory: String,
+    /// How new nodes run virtual machines; kvm needs a host whose /dev/kvm really runs guests
+    #[arg(long, value_enum, default_value = "tcg")]
+    accelerator: AcceleratorName,
     /// Start etcd, kube-apiserver and kube-controller-manager only
     #[arg(long)]
     control_plane_only: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum AcceleratorName {
+    Kvm,
+    Tcg,
 }
 
 #[derive(Args)]
@@ -64,8 +77,7 @@ struct Down {
 
 impl State {
     fn root(&self) -> Result<PathBuf> {
-        std::path::absolute(&self.state)
-            .with_context(|| format!("failed to resolve {}", self.state.display()))
+        std::path::absolute(&self.state).with_context(|| format!("failed to resolve {}", self.state.display()))
     }
 }
 
@@ -89,14 +101,37 @@ async fn main() -> ExitCode {
 async fn up(args: Up) -> Result<()> {
     let begun = Instant::now();
     let root = args.state.root()?;
-    let programs = Programs::find(Need::ControlPlane)?;
-    let cluster = LocalCluster::open(root.clone(), programs, Progress::Shown)?;
-    cluster.up_control_plane().await?;
+    let need = if args.control_plane_only { Need::ControlPlane } else { Need::Everything };
+    let cluster = LocalCluster::open(root, Programs::find(need)?, Progress::Shown)?;
+    if args.control_plane_only {
+        cluster.up_control_plane().await?;
+    } else {
+        add_nodes(&cluster, &args)?;
+        cluster.up().await?;
+    }
     cluster.progress().say(&format!(
         "up after {:.1} s; next: eval \"$(hack/local env{})\"",
         begun.elapsed().as_secs_f32(),
         state_flag(&args.state),
     ));
+    Ok(())
+}
+
+/// Adds what is missing of node-1 to node-N.
+fn add_nodes(cluster: &LocalCluster, args: &Up) -> Result<()> {
+    let known = cluster.recorded().nodes;
+    for number in 1..=args.nodes {
+        let id = format!("node-{number}");
+        if known.iter().any(|node| node.id == id) {
+            continue;
+        }
+        let mut node = cluster.usual_node(&id, &args.node_cpu, &args.node_memory, args.nodes > 1);
+        node.accelerator = match args.accelerator {
+            AcceleratorName::Kvm => Accelerator::Kvm,
+            AcceleratorName::Tcg => Accelerator::Tcg,
+        };
+        cluster.add_node(node)?;
+    }
     Ok(())
 }
 
@@ -112,14 +147,8 @@ fn state_flag(state: &State) -> String {
 fn print_env(args: &State) -> Result<()> {
     let layout = Layout::new(args.root()?);
     load(&layout)?;
-    println!(
-        "export KUBECONFIG={}",
-        quoted(&layout.kubeconfig().display().to_string())
-    );
-    println!(
-        "export PATH={}:\"$PATH\"",
-        quoted(&layout.bin().display().to_string())
-    );
+    println!("export KUBECONFIG={}", quoted(&layout.kubeconfig().display().to_string()));
+    println!("export PATH={}:\"$PATH\"", quoted(&layout.bin().display().to_string()));
     Ok(())
 }
 
@@ -129,51 +158,42 @@ fn quoted(word: &str) -> String {
 }
 
 fn load(layout: &Layout) -> Result<Record> {
-    Record::load(&layout.record())?.with_context(|| {
-        format!(
-            "there is no local cluster in {}: start one with up",
-            layout.root().display()
-        )
-    })
+    Record::load(&layout.record())?
+        .with_context(|| format!("there is no local cluster in {}: start one with up", layout.root().display()))
 }
 
 fn status(args: &State) -> Result<()> {
     let layout = Layout::new(args.root()?);
     let record = load(&layout)?;
     let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header([
-        "COMPONENT",
-        "STATE",
-        "PID",
-        "SINCE",
-        "ADDRESS",
-    ]);
-    for component in CONTROL_PLANE {
+    table.load_preset(presets::NOTHING).set_header(["COMPONENT", "STATE", "PID", "SINCE", "ADDRESS"]);
+    let nodes = record.nodes.iter().map(|node| Component::Node(node.id.clone()));
+    let components = CONTROL_PLANE.into_iter().chain([Component::Operator]).chain(nodes);
+    for component in components {
         let process = record.alive(&component);
-        let port = match component {
-            Component::Etcd => record.ports.etcd_client,
-            Component::ApiServer => record.ports.apiserver,
-            _ => record.ports.controller_manager,
-        };
+        let since = record.processes.get(&component).filter(|_| process.is_some());
         table.add_row([
             component.to_string(),
-            if process.is_some() {
-                "running"
-            } else {
-                "stopped"
-            }
-            .to_owned(),
+            if process.is_some() { "running" } else { "stopped" }.to_owned(),
             process.map_or_else(|| "-".to_owned(), |process| process.pid.to_string()),
-            record
-                .processes
-                .get(&component)
-                .filter(|_| process.is_some())
-                .map_or_else(|| "-".to_owned(), |started| format!("{:.0}", started.at)),
-            format!("https://127.0.0.1:{port}"),
+            since.map_or_else(|| "-".to_owned(), |started| format!("{:.0}", started.at)),
+            address(&component, record.ports),
         ]);
     }
     println!("{table}");
     Ok(())
+}
+
+fn address(component: &Component, ports: Ports) -> String {
+    let port = match component {
+        Component::Etcd => ports.etcd_client,
+        Component::ApiServer => ports.apiserver,
+        Component::ControllerManager => ports.controller_manager,
+        Component::Operator => ports.session,
+        // A daemon listens nowhere: it opens its session to the operator.
+        Component::Node(_) => return "-".to_owned(),
+    };
+    format!("https://127.0.0.1:{port}")
 }
 
 async fn down(args: Down) -> Result<()> {
@@ -182,13 +202,11 @@ async fn down(args: Down) -> Result<()> {
     let cluster = LocalCluster::open_existing(root.clone(), programs, Progress::Shown)?;
     cluster.down().await?;
     if args.delete {
-        std::fs::remove_dir_all(&root)
-            .with_context(|| format!("failed to remove {}", root.display()))?;
+        std::fs::remove_dir_all(&root).with_context(|| format!("failed to remove {}", root.display()))?;
     } else {
-        cluster.progress().say(&format!(
-            "stopped; its disks and objects stay in {} (down --delete removes them)",
-            root.display()
-        ));
+        cluster
+            .progress()
+            .say(&format!("stopped; its disks and objects stay in {} (down --delete removes them)", root.display()));
     }
     Ok(())
 }

@@ -49,19 +49,23 @@ pub enum ClusterError {
     #[error(transparent)]
     Process(#[from] ProcessError),
     #[error("{component} ended while it started; the end of {}:\n{tail}", log.display())]
-    Died {
-        component: Component,
-        log: PathBuf,
-        tail: String,
-    },
+    Died { component: Component, log: PathBuf, tail: String },
     #[error("{component} does not serve after {READY_LIMIT:?}; the end of {}:\n{tail}", log.display())]
-    NotReady {
-        component: Component,
-        log: PathBuf,
-        tail: String,
-    },
+    NotReady { component: Component, log: PathBuf, tail: String },
     #[error("{0} is not running")]
     NotRunning(Component),
+    #[error("this cluster has no node {0:?}: add it first")]
+    NoNode(String),
+    #[error("failed to read the manifests in {}", path.display())]
+    Manifest {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("failed to initialise storage pool {id} in {}: {message}", path.display())]
+    Pool { id: String, path: PathBuf, message: String },
+    #[error("failed to enroll node {node}: {message}")]
+    Enroll { node: String, message: String },
     #[error("failed to make a client for {what}")]
     Client {
         what: &'static str,
@@ -74,6 +78,11 @@ pub enum ClusterError {
         #[source]
         source: Box<kube::Error>,
     },
+}
+
+/// For `map_err`: says what was asked of the API server.
+pub(super) fn kube_failed(what: String) -> impl FnOnce(kube::Error) -> ClusterError {
+    move |source| ClusterError::Kube { what, source: Box::new(source) }
 }
 
 /// A local cluster, held: nobody else starts or stops anything in its state directory meanwhile.
@@ -89,11 +98,7 @@ pub struct LocalCluster {
 impl LocalCluster {
     /// Opens the state directory `root`, making it with new keys and ports when it is new. Starts
     /// nothing.
-    pub fn open(
-        root: PathBuf,
-        programs: Programs,
-        progress: Progress,
-    ) -> Result<Self, ClusterError> {
+    pub fn open(root: PathBuf, programs: Programs, progress: Progress) -> Result<Self, ClusterError> {
         let layout = Layout::new(root);
         make_private(layout.root())?;
         make_private(&layout.control_plane())?;
@@ -104,24 +109,13 @@ impl LocalCluster {
         };
         record.save(&layout.record())?;
         let pki = Pki::ensure(layout.pki())?;
-        let cluster = Self {
-            layout,
-            pki,
-            programs,
-            progress,
-            record: Mutex::new(record),
-            _lock: lock,
-        };
+        let cluster = Self { layout, pki, programs, progress, record: Mutex::new(record), _lock: lock };
         cluster.write_files()?;
         Ok(cluster)
     }
 
     /// Opens a state directory that must exist.
-    pub fn open_existing(
-        root: PathBuf,
-        programs: Programs,
-        progress: Progress,
-    ) -> Result<Self, ClusterError> {
+    pub fn open_existing(root: PathBuf, programs: Programs, progress: Progress) -> Result<Self, ClusterError> {
         if !Layout::new(root.clone()).record().exists() {
             return Err(ClusterError::NoCluster { path: root });
         }
@@ -133,15 +127,9 @@ impl LocalCluster {
         let admin = self.pki.kubeconfig("admin", &server)?;
         pki::write(&self.layout.kubeconfig(), admin.as_bytes())?;
         let manager = self.pki.kubeconfig("controller-manager", &server)?;
-        pki::write(
-            &self.pki.path("controller-manager.kubeconfig"),
-            manager.as_bytes(),
-        )?;
+        pki::write(&self.pki.path("controller-manager.kubeconfig"), manager.as_bytes())?;
         self.link_programs()?;
-        pki::write(
-            &self.layout.audit_policy(),
-            control_plane::AUDIT_POLICY.as_bytes(),
-        )?;
+        pki::write(&self.layout.audit_policy(), control_plane::AUDIT_POLICY.as_bytes())?;
         Ok(())
     }
 
@@ -201,10 +189,7 @@ impl LocalCluster {
     }
 
     /// Changes the record and writes it in the same step.
-    pub(super) fn change_record<T>(
-        &self,
-        change: impl FnOnce(&mut Record) -> T,
-    ) -> Result<T, ClusterError> {
+    pub(super) fn change_record<T>(&self, change: impl FnOnce(&mut Record) -> T) -> Result<T, ClusterError> {
         let mut record = self.record();
         let result = change(&mut record);
         record.save(&self.layout.record())?;
@@ -213,12 +198,9 @@ impl LocalCluster {
 
     /// A client with all rights. It belongs to the calling task's runtime.
     pub async fn client(&self) -> Result<Client, ClusterError> {
-        let failed = |source: Box<dyn std::error::Error + Send + Sync>| ClusterError::Client {
-            what: "the API server",
-            source,
-        };
-        let kubeconfig = Kubeconfig::read_from(self.layout.kubeconfig())
-            .map_err(|error| failed(error.into()))?;
+        let failed =
+            |source: Box<dyn std::error::Error + Send + Sync>| ClusterError::Client { what: "the API server", source };
+        let kubeconfig = Kubeconfig::read_from(self.layout.kubeconfig()).map_err(|error| failed(error.into()))?;
         let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default())
             .await
             .map_err(|error| failed(error.into()))?;
@@ -227,10 +209,8 @@ impl LocalCluster {
 
     /// A client for another HTTPS server on loopback, with the client certificate `pair`.
     async fn client_of(&self, port: u16, ca: &str, pair: &str) -> Result<Client, ClusterError> {
-        let failed = |source: Box<dyn std::error::Error + Send + Sync>| ClusterError::Client {
-            what: "a component",
-            source,
-        };
+        let failed =
+            |source: Box<dyn std::error::Error + Send + Sync>| ClusterError::Client { what: "a component", source };
         let text = pki::kubeconfig(
             &format!("https://127.0.0.1:{port}"),
             &self.pki.read(ca)?,
@@ -262,11 +242,13 @@ impl LocalCluster {
             return Ok(());
         }
         let launch = self.prepare(component).await?;
-        let process = launch.start(self.layout.root())?;
-        let started = Started {
-            process,
-            at: Timestamp::now(),
+        // A killed daemon's session may look alive for a while: it is not the one to wait for.
+        let session_before = match component {
+            Component::Node(id) => self.session_of(id).await,
+            _ => None,
         };
+        let process = launch.start(self.layout.root())?;
+        let started = Started { process, at: Timestamp::now(), session_before };
         self.change_record(|record| record.processes.insert(component.clone(), started))?;
         Ok(())
     }
@@ -277,9 +259,9 @@ impl LocalCluster {
         Ok(match component {
             Component::Etcd => control_plane::etcd(layout, pki, ports, &binaries),
             Component::ApiServer => control_plane::apiserver(layout, pki, ports, &binaries),
-            Component::ControllerManager => {
-                control_plane::controller_manager(layout, pki, ports, &binaries)
-            }
+            Component::ControllerManager => control_plane::controller_manager(layout, pki, ports, &binaries),
+            Component::Operator => self.operator_launch().await?,
+            Component::Node(id) => self.node_launch(id).await?,
         })
     }
 
@@ -288,15 +270,9 @@ impl LocalCluster {
         let admin = self.client().await?;
         let ports = self.ports();
         let own = match component {
-            Component::Etcd => {
-                self.client_of(ports.etcd_client, "etcd-ca.crt", "etcd-client")
-                    .await?
-            }
-            Component::ControllerManager => {
-                self.client_of(ports.controller_manager, "ca.crt", "admin")
-                    .await?
-            }
-            Component::ApiServer => admin.clone(),
+            Component::Etcd => self.client_of(ports.etcd_client, "etcd-ca.crt", "etcd-client").await?,
+            Component::ControllerManager => self.client_of(ports.controller_manager, "ca.crt", "admin").await?,
+            Component::ApiServer | Component::Operator | Component::Node(_) => admin.clone(),
         };
         let deadline = Instant::now() + READY_LIMIT;
         loop {
@@ -304,6 +280,8 @@ impl LocalCluster {
                 Component::Etcd => control_plane::etcd_serves(&own).await,
                 Component::ApiServer => control_plane::apiserver_serves(&own).await,
                 Component::ControllerManager => control_plane::controllers_work(&own, &admin).await,
+                Component::Operator => self.operator_serves(&admin).await,
+                Component::Node(id) => self.node_is_ready(&admin, id).await,
             };
             if serves {
                 return Ok(());
@@ -311,18 +289,10 @@ impl LocalCluster {
             let log = self.log(component);
             let tail = || process::tail(&log, 25);
             if self.process(component).is_none() {
-                return Err(ClusterError::Died {
-                    component: component.clone(),
-                    tail: tail(),
-                    log,
-                });
+                return Err(ClusterError::Died { component: component.clone(), tail: tail(), log });
             }
             if Instant::now() >= deadline {
-                return Err(ClusterError::NotReady {
-                    component: component.clone(),
-                    tail: tail(),
-                    log,
-                });
+                return Err(ClusterError::NotReady { component: component.clone(), tail: tail(), log });
             }
             sleep(POLL).await;
         }
@@ -330,7 +300,13 @@ impl LocalCluster {
 
     /// Where a component's output goes.
     pub fn log(&self, component: &Component) -> PathBuf {
-        self.layout.control_plane().join(format!("{component}.log"))
+        match component {
+            Component::Etcd | Component::ApiServer | Component::ControllerManager => {
+                self.layout.control_plane().join(format!("{component}.log"))
+            }
+            Component::Operator => self.layout.root().join("operator.log"),
+            Component::Node(id) => self.layout.node(id).join("daemon.log"),
+        }
     }
 
     /// Ends a component with SIGTERM; whether it ended by itself in time. One that does not run is
@@ -363,18 +339,34 @@ impl LocalCluster {
     }
 
     fn running(&self, component: &Component) -> Result<ProcessId, ClusterError> {
-        self.process(component)
-            .ok_or_else(|| ClusterError::NotRunning(component.clone()))
+        self.process(component).ok_or_else(|| ClusterError::NotRunning(component.clone()))
     }
 
     /// Starts what of the control plane does not run.
     pub async fn up_control_plane(&self) -> Result<(), ClusterError> {
         for component in &CONTROL_PLANE {
             if self.process(component).is_none() {
-                self.progress
-                    .step(&component.to_string(), self.start(component))
-                    .await?;
+                self.progress.step(&component.to_string(), self.start(component)).await?;
             }
+        }
+        Ok(())
+    }
+
+    /// Starts what of the whole cluster does not run: control plane, operator, every known node.
+    pub async fn up(&self) -> Result<(), ClusterError> {
+        self.up_control_plane().await?;
+        if self.process(&Component::Operator).is_none() {
+            let work = self.start(&Component::Operator);
+            self.progress.step(&Component::Operator.to_string(), work).await?;
+        }
+        let nodes = self.recorded().nodes.into_iter().map(|node| Component::Node(node.id));
+        let down: Vec<Component> = nodes.filter(|node| self.process(node).is_none()).collect();
+        // Each proves its accelerator by booting a guest: they do that side by side.
+        for node in &down {
+            self.spawn(node).await?;
+        }
+        for node in &down {
+            self.progress.step(&node.to_string(), self.ready(node)).await?;
         }
         Ok(())
     }
@@ -384,13 +376,22 @@ impl LocalCluster {
         let components: Vec<Component> = self.record().processes.keys().rev().cloned().collect();
         for component in &components {
             if self.process(component).is_some() {
-                self.progress
-                    .step(&format!("stopping {component}"), self.stop(component))
-                    .await?;
+                self.progress.step(&format!("stopping {component}"), self.stop(component)).await?;
             }
         }
         self.down_unrecorded().await?;
         self.change_record(|record| record.processes.clear())
+    }
+
+    /// Kills the virtual machines of a node whose daemon does not run, as a host that loses power.
+    pub async fn end_virtual_machines(&self, node: &str) -> Result<(), ClusterError> {
+        let daemon = self.process(&Component::Node(node.to_owned()));
+        for listed in process::processes_of(&self.layout.node(node)) {
+            if Some(listed.id) != daemon {
+                listed.id.kill().await?;
+            }
+        }
+        Ok(())
     }
 
     /// What a listing still finds: virtual machines, which outlive their daemon, and whatever an
@@ -404,46 +405,33 @@ impl LocalCluster {
         for listed in &left {
             *programs.entry(&listed.program).or_default() += 1;
         }
-        let what: Vec<String> = programs
-            .iter()
-            .map(|(name, count)| format!("{count} {name}"))
-            .collect();
+        let what: Vec<String> = programs.iter().map(|(name, count)| format!("{count} {name}")).collect();
         let work = async {
             for listed in &left {
                 listed.id.kill().await?;
             }
             Ok::<_, ClusterError>(())
         };
-        self.progress
-            .step(&format!("ending {}", what.join(", ")), work)
-            .await
+        self.progress.step(&format!("ending {}", what.join(", ")), work).await
     }
 }
 
-fn make_private(path: &Path) -> Result<(), ClusterError> {
+pub(super) fn make_private(path: &Path) -> Result<(), ClusterError> {
     use std::os::unix::fs::DirBuilderExt as _;
     fs::DirBuilder::new()
         .recursive(true)
         .mode(0o700)
         .create(path)
-        .map_err(|source| ClusterError::StateDir {
-            path: path.to_owned(),
-            source,
-        })
+        .map_err(|source| ClusterError::StateDir { path: path.to_owned(), source })
 }
 
 fn lock(layout: &Layout) -> Result<File, ClusterError> {
     let path = layout.lock();
-    let failed = |source| ClusterError::StateDir {
-        path: path.clone(),
-        source,
-    };
+    let failed = |source| ClusterError::StateDir { path: path.clone(), source };
     let file = File::create(&path).map_err(failed)?;
     match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(file),
-        Err(rustix::io::Errno::WOULDBLOCK) => Err(ClusterError::Busy {
-            path: layout.root().to_owned(),
-        }),
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(ClusterError::Busy { path: layout.root().to_owned() }),
         Err(error) => Err(failed(error.into())),
     }
 }

@@ -12,14 +12,13 @@ pub enum Component {
     Etcd,
     ApiServer,
     ControllerManager,
+    Operator,
+    /// The daemon of the node with this id.
+    Node(String),
 }
 
 /// What every local cluster has, with or without nodes.
-pub const CONTROL_PLANE: [Component; 3] = [
-    Component::Etcd,
-    Component::ApiServer,
-    Component::ControllerManager,
-];
+pub const CONTROL_PLANE: [Component; 3] = [Component::Etcd, Component::ApiServer, Component::ControllerManager];
 
 impl fmt::Display for Component {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -27,6 +26,8 @@ impl fmt::Display for Component {
             Self::Etcd => f.pad("etcd"),
             Self::ApiServer => f.pad("kube-apiserver"),
             Self::ControllerManager => f.pad("kube-controller-manager"),
+            Self::Operator => f.pad("kibo-operator"),
+            Self::Node(id) => f.pad(&format!("node/{id}")),
         }
     }
 }
@@ -43,7 +44,11 @@ impl FromStr for Component {
             "etcd" => Ok(Self::Etcd),
             "kube-apiserver" => Ok(Self::ApiServer),
             "kube-controller-manager" => Ok(Self::ControllerManager),
-            other => Err(UnknownComponent(other.to_owned())),
+            "kibo-operator" => Ok(Self::Operator),
+            other => match other.strip_prefix("node/") {
+                Some(id) => Ok(Self::Node(id.to_owned())),
+                None => Err(UnknownComponent(other.to_owned())),
+            },
         }
     }
 }

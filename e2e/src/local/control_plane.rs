@@ -48,78 +48,61 @@ rules:
 pub fn etcd(layout: &Layout, pki: &Pki, ports: Ports, binaries: &Path) -> Launch {
     let client = format!("https://127.0.0.1:{}", ports.etcd_client);
     let peer = format!("https://127.0.0.1:{}", ports.etcd_peer);
-    Launch::new(
-        binaries.join("etcd"),
-        layout.control_plane().join("etcd.log"),
-        HINT,
-    )
-    .flag("name", "local")
-    .flag("data-dir", layout.etcd_data())
-    // A killed process loses nothing by this, only a machine that loses power does.
-    .arg("--unsafe-no-fsync")
-    .flag("log-level", "warn")
-    .flag("listen-client-urls", &client)
-    .flag("advertise-client-urls", &client)
-    .flag("listen-peer-urls", &peer)
-    .flag("initial-advertise-peer-urls", &peer)
-    .flag("initial-cluster", format!("local={peer}"))
-    .arg("--client-cert-auth")
-    .flag("trusted-ca-file", pki.path("etcd-ca.crt"))
-    .flag("cert-file", pki.path("etcd.crt"))
-    .flag("key-file", pki.path("etcd.key"))
-    .arg("--peer-client-cert-auth")
-    .flag("peer-trusted-ca-file", pki.path("etcd-ca.crt"))
-    .flag("peer-cert-file", pki.path("etcd.crt"))
-    .flag("peer-key-file", pki.path("etcd.key"))
+    Launch::new(binaries.join("etcd"), layout.control_plane().join("etcd.log"), HINT)
+        .flag("name", "local")
+        .flag("data-dir", layout.etcd_data())
+        // A killed process loses nothing by this, only a machine that loses power does.
+        .arg("--unsafe-no-fsync")
+        .flag("log-level", "warn")
+        .flag("listen-client-urls", &client)
+        .flag("advertise-client-urls", &client)
+        .flag("listen-peer-urls", &peer)
+        .flag("initial-advertise-peer-urls", &peer)
+        .flag("initial-cluster", format!("local={peer}"))
+        .arg("--client-cert-auth")
+        .flag("trusted-ca-file", pki.path("etcd-ca.crt"))
+        .flag("cert-file", pki.path("etcd.crt"))
+        .flag("key-file", pki.path("etcd.key"))
+        .arg("--peer-client-cert-auth")
+        .flag("peer-trusted-ca-file", pki.path("etcd-ca.crt"))
+        .flag("peer-cert-file", pki.path("etcd.crt"))
+        .flag("peer-key-file", pki.path("etcd.key"))
 }
 
 pub fn apiserver(layout: &Layout, pki: &Pki, ports: Ports, binaries: &Path) -> Launch {
-    Launch::new(
-        binaries.join("kube-apiserver"),
-        layout.control_plane().join("kube-apiserver.log"),
-        HINT,
-    )
-    .flag("bind-address", "127.0.0.1")
-    .flag("advertise-address", "127.0.0.1")
-    // Endpoints may not hold a loopback address, and nobody reaches this API server by its Service.
-    .flag("endpoint-reconciler-type", "none")
-    .flag("secure-port", ports.apiserver.to_string())
-    .flag("service-cluster-ip-range", SERVICE_RANGE)
-    .flag(
-        "etcd-servers",
-        format!("https://127.0.0.1:{}", ports.etcd_client),
-    )
-    .flag("etcd-cafile", pki.path("etcd-ca.crt"))
-    .flag("etcd-certfile", pki.path("etcd-client.crt"))
-    .flag("etcd-keyfile", pki.path("etcd-client.key"))
-    .flag("tls-cert-file", pki.path("apiserver.crt"))
-    .flag("tls-private-key-file", pki.path("apiserver.key"))
-    .flag("client-ca-file", pki.path("ca.crt"))
-    .flag("anonymous-auth", "false")
-    .flag("authorization-mode", "RBAC")
-    .flag(
-        "service-account-issuer",
-        "https://kubernetes.default.svc.cluster.local",
-    )
-    .flag("service-account-key-file", pki.path("sa.pub"))
-    .flag("service-account-signing-key-file", pki.path("sa.key"))
-    // The aggregation layer: how an API server behind this one knows that a request came through it.
-    .flag(
-        "requestheader-client-ca-file",
-        pki.path("front-proxy-ca.crt"),
-    )
-    .flag("requestheader-allowed-names", FRONT_PROXY_NAME)
-    .flag("requestheader-username-headers", "X-Remote-User")
-    .flag("requestheader-group-headers", "X-Remote-Group")
-    .flag("requestheader-extra-headers-prefix", "X-Remote-Extra-")
-    .flag("proxy-client-cert-file", pki.path("front-proxy-client.crt"))
-    .flag("proxy-client-key-file", pki.path("front-proxy-client.key"))
-    .flag("enable-aggregator-routing", "false")
-    .flag("audit-policy-file", layout.audit_policy())
-    .flag("audit-log-path", layout.audit_log())
-    .flag("audit-log-maxsize", "100")
-    .flag("audit-log-maxbackup", "2")
-    .flag("profiling", "false")
+    Launch::new(binaries.join("kube-apiserver"), layout.control_plane().join("kube-apiserver.log"), HINT)
+        .flag("bind-address", "127.0.0.1")
+        .flag("advertise-address", "127.0.0.1")
+        // Endpoints may not hold a loopback address, and nobody reaches this API server by its Service.
+        .flag("endpoint-reconciler-type", "none")
+        .flag("secure-port", ports.apiserver.to_string())
+        .flag("service-cluster-ip-range", SERVICE_RANGE)
+        .flag("etcd-servers", format!("https://127.0.0.1:{}", ports.etcd_client))
+        .flag("etcd-cafile", pki.path("etcd-ca.crt"))
+        .flag("etcd-certfile", pki.path("etcd-client.crt"))
+        .flag("etcd-keyfile", pki.path("etcd-client.key"))
+        .flag("tls-cert-file", pki.path("apiserver.crt"))
+        .flag("tls-private-key-file", pki.path("apiserver.key"))
+        .flag("client-ca-file", pki.path("ca.crt"))
+        .flag("anonymous-auth", "false")
+        .flag("authorization-mode", "RBAC")
+        .flag("service-account-issuer", "https://kubernetes.default.svc.cluster.local")
+        .flag("service-account-key-file", pki.path("sa.pub"))
+        .flag("service-account-signing-key-file", pki.path("sa.key"))
+        // The aggregation layer: how an API server behind this one knows that a request came through it.
+        .flag("requestheader-client-ca-file", pki.path("front-proxy-ca.crt"))
+        .flag("requestheader-allowed-names", FRONT_PROXY_NAME)
+        .flag("requestheader-username-headers", "X-Remote-User")
+        .flag("requestheader-group-headers", "X-Remote-Group")
+        .flag("requestheader-extra-headers-prefix", "X-Remote-Extra-")
+        .flag("proxy-client-cert-file", pki.path("front-proxy-client.crt"))
+        .flag("proxy-client-key-file", pki.path("front-proxy-client.key"))
+        .flag("enable-aggregator-routing", "false")
+        .flag("audit-policy-file", layout.audit_policy())
+        .flag("audit-log-path", layout.audit_log())
+        .flag("audit-log-maxsize", "100")
+        .flag("audit-log-maxbackup", "2")
+        .flag("profiling", "false")
 }
 
 pub fn controller_manager(layout: &Layout, pki: &Pki, ports: Ports, binaries: &Path) -> Launch {
@@ -132,10 +115,7 @@ pub fn controller_manager(layout: &Layout, pki: &Pki, ports: Ports, binaries: &P
     .flag("bind-address", "127.0.0.1")
     .flag("secure-port", ports.controller_manager.to_string())
     .flag("tls-cert-file", pki.path("controller-manager-server.crt"))
-    .flag(
-        "tls-private-key-file",
-        pki.path("controller-manager-server.key"),
-    )
+    .flag("tls-private-key-file", pki.path("controller-manager-server.key"))
     .flag("leader-elect", "false")
     .flag("controllers", CONTROLLERS.join(","))
     // With the default limits the first ServiceAccount comes after six seconds instead of one.
@@ -164,8 +144,6 @@ pub async fn controllers_work(manager: &Client, admin: &Client) -> bool {
 }
 
 async fn get(client: &Client, path: &str) -> bool {
-    let request = Request::get(path)
-        .body(Vec::new())
-        .expect("a constant path");
+    let request = Request::get(path).body(Vec::new()).expect("a constant path");
     client.request_text(request).await.is_ok()
 }

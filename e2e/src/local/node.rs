@@ -1,14 +1,45 @@
-//! The nodes of a local cluster: what each offers, and the daemon's config for it.
+//! The nodes of a local cluster: what each offers, its daemon's config, and how it is enrolled.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
 
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::ConfigMap;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kibo_crds::node::{Enrollment, Node, NodeSpec};
+use kibo_protocol::{EnrollmentToken, Secret};
+use kube::Client;
+use kube::api::{Api, Patch, PatchParams, PostParams};
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject as _;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use super::cluster::{ClusterError, LocalCluster, kube_failed};
+use super::operator::NAMESPACE;
+use super::process::Launch;
+use super::{Component, pki};
+
+/// How long a host has to use its token; `up` uses it at once.
+const TOKEN_VALID: Duration = Duration::from_secs(3600);
+
+/// The accelerator of the nodes' virtual machines.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Accelerator {
+    /// Works on every machine, about ten times slower.
+    #[default]
+    Tcg,
+    Kvm,
+}
 
 /// One node: what its daemon is told to offer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct NodeSpec {
+pub struct LocalNode {
     pub id: String,
     /// A quantity: cores or millicores.
     pub cpu: String,
@@ -18,15 +49,228 @@ pub struct NodeSpec {
     pub max_instances: Option<u32>,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,
-    pub pools: Vec<PoolSpec>,
+    pub pools: Vec<LocalPool>,
+    #[serde(default)]
+    pub accelerator: Accelerator,
 }
 
 /// A storage pool that a node is attached to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct PoolSpec {
+pub struct LocalPool {
     pub id: String,
     pub path: PathBuf,
     #[serde(default)]
     pub default: bool,
+}
+
+/// The daemon's config file.
+#[derive(Serialize)]
+struct Config<'a> {
+    state_dir: PathBuf,
+    node: NodeSection<'a>,
+    resources: Resources<'a>,
+    storage_pools: &'a [LocalPool],
+    vmm: Vmm,
+    images: Images,
+    control: Control,
+}
+
+#[derive(Serialize)]
+struct NodeSection<'a> {
+    id: &'a str,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    labels: &'a BTreeMap<String, String>,
+}
+
+#[derive(Serialize)]
+struct Resources<'a> {
+    cpu: &'a str,
+    memory: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    max_instances: Option<u32>,
+}
+
+#[derive(Serialize)]
+struct Vmm {
+    accelerator: Accelerator,
+    qemu: &'static str,
+    kernel: PathBuf,
+    initrd: PathBuf,
+    uid: u32,
+    gid: u32,
+    cgroup_root: &'static str,
+}
+
+#[derive(Serialize)]
+struct Images {
+    dir: PathBuf,
+}
+
+#[derive(Serialize)]
+struct Control {
+    endpoints: Vec<String>,
+    ca_file: PathBuf,
+    token_file: PathBuf,
+}
+
+/// The user that owns nothing on a Debian: what runs in a guest gains nothing by leaving it.
+const NOBODY: u32 = 65534;
+
+impl LocalCluster {
+    /// Remembers a node, so that `start` can run its daemon. One with the same id is replaced: its
+    /// new resources count from the next start of its daemon.
+    pub fn add_node(&self, node: LocalNode) -> Result<Component, ClusterError> {
+        let component = Component::Node(node.id.clone());
+        self.change_record(|record| {
+            record.nodes.retain(|known| known.id != node.id);
+            record.nodes.push(node);
+        })?;
+        Ok(component)
+    }
+
+    /// A node with this cluster's usual storage: a pool of its own, and the one that all share.
+    pub fn usual_node(&self, id: &str, cpu: &str, memory: &str, shared: bool) -> LocalNode {
+        let own = LocalPool { id: format!("local-{id}"), path: self.layout().node(id).join("pool"), default: true };
+        let all =
+            shared.then(|| LocalPool { id: "shared".to_owned(), path: self.layout().shared_pool(), default: false });
+        LocalNode {
+            id: id.to_owned(),
+            cpu: cpu.to_owned(),
+            memory: memory.to_owned(),
+            max_instances: None,
+            labels: BTreeMap::new(),
+            pools: [own].into_iter().chain(all).collect(),
+            accelerator: Accelerator::default(),
+        }
+    }
+
+    /// Writes a node's config, initialises its pools and enrolls it where that is not done yet; then
+    /// says how its daemon is started.
+    pub(super) async fn node_launch(&self, id: &str) -> Result<Launch, ClusterError> {
+        let record = self.recorded();
+        let node = record.nodes.iter().find(|node| node.id == id);
+        let node = node.ok_or_else(|| ClusterError::NoNode(id.to_owned()))?;
+        let dir = self.layout().node(id);
+        super::cluster::make_private(&dir)?;
+        for pool in &node.pools {
+            self.init_pool(pool).await?;
+        }
+        let config = toml::to_string(&self.config_of(node)).expect("a config has no unserializable part");
+        pki::write(&dir.join("config.toml"), config.as_bytes())?;
+        if !dir.join("state/credentials.json").exists() {
+            self.grant(id, &dir).await?;
+        }
+        Ok(Launch::new(
+            self.programs().node_daemon(),
+            self.log(&Component::Node(id.to_owned())),
+            "build it with cargo build --bins",
+        )
+        .arg("run")
+        .flag("config", dir.join("config.toml")))
+    }
+
+    fn config_of<'a>(&self, node: &'a LocalNode) -> Config<'a> {
+        let dir = self.layout().node(&node.id);
+        let guest = self.programs().guest.clone().unwrap_or_default();
+        Config {
+            state_dir: dir.join("state"),
+            node: NodeSection { id: &node.id, labels: &node.labels },
+            resources: Resources { cpu: &node.cpu, memory: &node.memory, max_instances: node.max_instances },
+            storage_pools: &node.pools,
+            vmm: Vmm {
+                accelerator: node.accelerator,
+                qemu: "/usr/bin/qemu-system-x86_64",
+                kernel: guest.join("vmlinux"),
+                initrd: guest.join("initrd.lz4"),
+                uid: NOBODY,
+                gid: NOBODY,
+                cgroup_root: "/sys/fs/cgroup",
+            },
+            images: Images { dir: guest.join("images") },
+            control: Control {
+                endpoints: vec![format!("https://127.0.0.1:{}", self.ports().session)],
+                ca_file: dir.join("ca.crt"),
+                token_file: dir.join("enroll.token"),
+            },
+        }
+    }
+
+    /// Initialises a pool whose directory is not there or empty, and leaves any other as it is.
+    async fn init_pool(&self, pool: &LocalPool) -> Result<(), ClusterError> {
+        let empty = fs::read_dir(&pool.path).map_or(true, |mut entries| entries.next().is_none());
+        if !empty {
+            return Ok(());
+        }
+        super::cluster::make_private(&pool.path)?;
+        let failed = |message: String| ClusterError::Pool { id: pool.id.clone(), path: pool.path.clone(), message };
+        let output = tokio::process::Command::new(self.programs().node_daemon())
+            .args(["pool", "init", "--id", &pool.id, "--path"])
+            .arg(&pool.path)
+            .stdin(Stdio::null())
+            .output()
+            .await
+            .map_err(|error| failed(error.to_string()))?;
+        if output.status.success() {
+            return Ok(());
+        }
+        Err(failed(String::from_utf8_lossy(&output.stderr).trim().to_owned()))
+    }
+
+    /// Grants this host the node: the Node object gets the hash of a new secret, the host the token.
+    async fn grant(&self, id: &str, dir: &Path) -> Result<(), ClusterError> {
+        let admin = self.client().await?;
+        let ca = operator_ca(&admin).await?;
+        pki::write(&dir.join("ca.crt"), ca.as_bytes())?;
+        let der = CertificateDer::from_pem_slice(ca.as_bytes()).map_err(|error| ClusterError::Enroll {
+            node: id.to_owned(),
+            message: format!("the operator's CA is no certificate: {error}"),
+        })?;
+        let secret = Secret::generate()
+            .map_err(|error| ClusterError::Enroll { node: id.to_owned(), message: error.to_string() })?;
+        let enrollment = Enrollment {
+            secret_hash: secret.hash().to_string(),
+            expires_at: Time(Timestamp::now() + TOKEN_VALID),
+            request_id: None,
+        };
+        let token = EnrollmentToken { node_id: id.to_owned(), secret, ca_hash: EnrollmentToken::hash_of_ca(&der) };
+        pki::write(&dir.join("enroll.token"), token.expose().as_bytes())?;
+
+        let nodes: Api<Node> = Api::all(admin);
+        let what = format!("grant node {id}");
+        if nodes.get_opt(id).await.map_err(kube_failed(what.clone()))?.is_none() {
+            let spec = NodeSpec { enrollment: Some(enrollment), ..NodeSpec::default() };
+            let made = nodes.create(&PostParams::default(), &Node::new(id, spec)).await;
+            return made.map(drop).map_err(kube_failed(what));
+        }
+        let patch = Patch::Merge(json!({ "spec": { "enrollment": enrollment } }));
+        let patched = nodes.patch(id, &PatchParams::default(), &patch).await;
+        patched.map(drop).map_err(kube_failed(what))
+    }
+
+    /// The id of the node's newest session, ended or not.
+    pub(super) async fn session_of(&self, id: &str) -> Option<String> {
+        let nodes: Api<Node> = Api::all(self.client().await.ok()?);
+        let node = nodes.get_opt(id).await.ok()??;
+        Some(node.status?.session?.id)
+    }
+
+    /// Whether the node is ready in a session that the running daemon opened.
+    pub(super) async fn node_is_ready(&self, admin: &Client, id: &str) -> bool {
+        let nodes: Api<Node> = Api::all(admin.clone());
+        let Ok(Some(Node { status: Some(status), .. })) = nodes.get_opt(id).await else {
+            return false;
+        };
+        let component = Component::Node(id.to_owned());
+        let before = self.recorded().processes.get(&component).and_then(|it| it.session_before.clone());
+        let ready = status.conditions.iter().any(|it| it.type_ == "Ready" && it.status == "True");
+        ready && status.session.is_some_and(|session| session.alive && Some(session.id) != before)
+    }
+}
+
+/// The certificate of the operator's CA, which it publishes when it starts.
+async fn operator_ca(admin: &Client) -> Result<String, ClusterError> {
+    let maps: Api<ConfigMap> = Api::namespaced(admin.clone(), NAMESPACE);
+    let map = maps.get("kibotos-ca").await.map_err(kube_failed("read the operator's CA".to_owned()))?;
+    Ok(map.data.and_then(|mut data| data.remove("ca.crt")).unwrap_or_default())
 }

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use rcgen::{
-    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
-    Issuer, KeyPair, KeyUsagePurpose,
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose,
 };
 use serde_json::json;
 
@@ -64,10 +64,7 @@ impl Pki {
         if complete.exists() {
             return Ok(pki);
         }
-        fs::create_dir_all(&pki.dir).map_err(|source| PkiError::Write {
-            path: pki.dir.clone(),
-            source,
-        })?;
+        fs::create_dir_all(&pki.dir).map_err(|source| PkiError::Write { path: pki.dir.clone(), source })?;
         pki.make()?;
         write(&complete, b"")?;
         Ok(pki)
@@ -89,55 +86,13 @@ impl Pki {
             "kubernetes.default.svc",
             "kubernetes.default.svc.cluster.local",
         ];
-        self.leaf(
-            "apiserver",
-            &cluster,
-            "kube-apiserver",
-            None,
-            Usage::Server,
-            &apiserver,
-        )?;
-        self.leaf(
-            "controller-manager-server",
-            &cluster,
-            "kube-controller-manager",
-            None,
-            Usage::Server,
-            &loopback,
-        )?;
+        self.leaf("apiserver", &cluster, "kube-apiserver", None, Usage::Server, &apiserver)?;
+        self.leaf("controller-manager-server", &cluster, "kube-controller-manager", None, Usage::Server, &loopback)?;
         self.leaf("etcd", &etcd, "etcd", None, Usage::Both, &loopback)?;
-        self.leaf(
-            "etcd-client",
-            &etcd,
-            "kube-apiserver",
-            None,
-            Usage::Client,
-            &[],
-        )?;
-        self.leaf(
-            "front-proxy-client",
-            &proxy,
-            FRONT_PROXY_NAME,
-            None,
-            Usage::Client,
-            &[],
-        )?;
-        self.leaf(
-            "admin",
-            &cluster,
-            "local-admin",
-            Some("system:masters"),
-            Usage::Client,
-            &[],
-        )?;
-        self.leaf(
-            "controller-manager",
-            &cluster,
-            "system:kube-controller-manager",
-            None,
-            Usage::Client,
-            &[],
-        )?;
+        self.leaf("etcd-client", &etcd, "kube-apiserver", None, Usage::Client, &[])?;
+        self.leaf("front-proxy-client", &proxy, FRONT_PROXY_NAME, None, Usage::Client, &[])?;
+        self.leaf("admin", &cluster, "local-admin", Some("system:masters"), Usage::Client, &[])?;
+        self.leaf("controller-manager", &cluster, "system:kube-controller-manager", None, Usage::Client, &[])?;
         let tokens = key("sa")?;
         write(&self.path("sa.key"), tokens.serialize_pem().as_bytes())?;
         write(&self.path("sa.pub"), tokens.public_key_pem().as_bytes())
@@ -154,12 +109,7 @@ impl Pki {
 
     /// A kubeconfig for the client certificate `pair`, complete in itself.
     pub fn kubeconfig(&self, pair: &str, server: &str) -> Result<String, PkiError> {
-        Ok(kubeconfig(
-            server,
-            &self.read("ca.crt")?,
-            pair,
-            &self.credentials(pair)?,
-        ))
+        Ok(kubeconfig(server, &self.read("ca.crt")?, pair, &self.credentials(pair)?))
     }
 
     /// The user of a kubeconfig that presents the client certificate `pair`.
@@ -171,35 +121,18 @@ impl Pki {
     }
 
     /// A kubeconfig for a ServiceAccount's token.
-    pub fn token_kubeconfig(
-        &self,
-        user: &str,
-        token: &str,
-        server: &str,
-    ) -> Result<String, PkiError> {
-        Ok(kubeconfig(
-            server,
-            &self.read("ca.crt")?,
-            user,
-            &json!({ "token": token }),
-        ))
+    pub fn token_kubeconfig(&self, user: &str, token: &str, server: &str) -> Result<String, PkiError> {
+        Ok(kubeconfig(server, &self.read("ca.crt")?, user, &json!({ "token": token })))
     }
 
-    fn authority(
-        &self,
-        name: &'static str,
-        common_name: &str,
-    ) -> Result<Issuer<'static, KeyPair>, PkiError> {
+    fn authority(&self, name: &'static str, common_name: &str) -> Result<Issuer<'static, KeyPair>, PkiError> {
         let failed = |source| PkiError::Certificate { name, source };
         let key = key(name)?;
         let mut params = params(common_name, None, &[]).map_err(failed)?;
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         let certificate = params.self_signed(&key).map_err(failed)?;
-        write(
-            &self.path(&format!("{name}.crt")),
-            certificate.pem().as_bytes(),
-        )?;
+        write(&self.path(&format!("{name}.crt")), certificate.pem().as_bytes())?;
         Ok(Issuer::new(params, key))
     }
 
@@ -220,31 +153,18 @@ impl Pki {
         params.extended_key_usages = match usage {
             Usage::Server => vec![ExtendedKeyUsagePurpose::ServerAuth],
             Usage::Client => vec![ExtendedKeyUsagePurpose::ClientAuth],
-            Usage::Both => vec![
-                ExtendedKeyUsagePurpose::ServerAuth,
-                ExtendedKeyUsagePurpose::ClientAuth,
-            ],
+            Usage::Both => vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth],
         };
         let certificate = params.signed_by(&key, authority).map_err(failed)?;
-        write(
-            &self.path(&format!("{name}.crt")),
-            certificate.pem().as_bytes(),
-        )?;
-        write(
-            &self.path(&format!("{name}.key")),
-            key.serialize_pem().as_bytes(),
-        )
+        write(&self.path(&format!("{name}.crt")), certificate.pem().as_bytes())?;
+        write(&self.path(&format!("{name}.key")), key.serialize_pem().as_bytes())
     }
 }
 
 /// The name by which an aggregated API server knows the API server that forwards to it.
 pub const FRONT_PROXY_NAME: &str = "front-proxy-client";
 
-fn params(
-    common_name: &str,
-    organization: Option<&str>,
-    names: &[&str],
-) -> Result<CertificateParams, rcgen::Error> {
+fn params(common_name: &str, organization: Option<&str>, names: &[&str]) -> Result<CertificateParams, rcgen::Error> {
     let names: Vec<String> = names.iter().map(ToString::to_string).collect();
     let mut params = CertificateParams::new(names)?;
     let mut subject = DistinguishedName::new();
@@ -260,17 +180,11 @@ fn params(
 }
 
 fn key(name: &'static str) -> Result<KeyPair, PkiError> {
-    KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256)
-        .map_err(|source| PkiError::Certificate { name, source })
+    KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256).map_err(|source| PkiError::Certificate { name, source })
 }
 
 /// A kubeconfig with one cluster and one user.
-pub(super) fn kubeconfig(
-    server: &str,
-    ca: &[u8],
-    user: &str,
-    credentials: &serde_json::Value,
-) -> String {
+pub(super) fn kubeconfig(server: &str, ca: &[u8], user: &str, credentials: &serde_json::Value) -> String {
     let config = json!({
         "apiVersion": "v1",
         "kind": "Config",
@@ -295,17 +209,9 @@ fn base64(bytes: &[u8]) -> String {
 pub fn write(path: &Path, content: &[u8]) -> Result<(), PkiError> {
     let attempt = || {
         let fresh = path.with_extension("new");
-        let mut file = fs::OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(0o600)
-            .open(&fresh)?;
+        let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&fresh)?;
         file.write_all(content)?;
         fs::rename(&fresh, path)
     };
-    attempt().map_err(|source| PkiError::Write {
-        path: path.to_owned(),
-        source,
-    })
+    attempt().map_err(|source| PkiError::Write { path: path.to_owned(), source })
 }

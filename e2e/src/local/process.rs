@@ -22,10 +22,7 @@ const POLL: Duration = Duration::from_millis(20);
 #[derive(Debug, thiserror::Error)]
 pub enum ProcessError {
     #[error("{} does not exist or is not executable: {hint}", program.display())]
-    NoProgram {
-        program: PathBuf,
-        hint: &'static str,
-    },
+    NoProgram { program: PathBuf, hint: &'static str },
     #[error("failed to start {}", program.display())]
     Spawn {
         program: PathBuf,
@@ -56,10 +53,7 @@ impl ProcessId {
     pub fn of(pid: i32) -> Option<Self> {
         let stat = procfs::process::Process::new(pid).ok()?.stat().ok()?;
         // A zombie only waits for its parent to look: it holds nothing any more.
-        (!matches!(stat.state, 'Z' | 'X')).then_some(Self {
-            pid,
-            start_ticks: stat.starttime,
-        })
+        (!matches!(stat.state, 'Z' | 'X')).then_some(Self { pid, start_ticks: stat.starttime })
     }
 
     pub fn is_alive(self) -> bool {
@@ -68,11 +62,7 @@ impl ProcessId {
 
     /// Sends a signal to this very process; false when it is gone already.
     pub fn signal(self, signal: Signal) -> Result<bool, ProcessError> {
-        let failed = |source: rustix::io::Errno| ProcessError::Signal {
-            pid: self.pid,
-            signal,
-            source: source.into(),
-        };
+        let failed = |source: rustix::io::Errno| ProcessError::Signal { pid: self.pid, signal, source: source.into() };
         let Some(pid) = Pid::from_raw(self.pid) else {
             return Ok(false);
         };
@@ -124,10 +114,7 @@ impl ProcessId {
         if self.ended_within(LIMIT).await {
             return Ok(());
         }
-        Err(ProcessError::Immortal {
-            pid: self.pid,
-            limit: LIMIT,
-        })
+        Err(ProcessError::Immortal { pid: self.pid, limit: LIMIT })
     }
 }
 
@@ -145,13 +132,7 @@ pub struct Launch {
 
 impl Launch {
     pub fn new(program: PathBuf, log: PathBuf, hint: &'static str) -> Self {
-        Self {
-            program,
-            args: Vec::new(),
-            env: Vec::new(),
-            log,
-            hint,
-        }
+        Self { program, args: Vec::new(), env: Vec::new(), log, hint }
     }
 
     #[must_use]
@@ -172,23 +153,13 @@ impl Launch {
     pub fn start(&self, state: &Path) -> Result<ProcessId, ProcessError> {
         use std::os::unix::fs::PermissionsExt as _;
 
-        let executable = fs::metadata(&self.program)
-            .is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0);
+        let executable =
+            fs::metadata(&self.program).is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0);
         if !executable {
-            return Err(ProcessError::NoProgram {
-                program: self.program.clone(),
-                hint: self.hint,
-            });
+            return Err(ProcessError::NoProgram { program: self.program.clone(), hint: self.hint });
         }
-        let failed = |source| ProcessError::Spawn {
-            program: self.program.clone(),
-            source,
-        };
-        let log = OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(&self.log)
-            .map_err(failed)?;
+        let failed = |source| ProcessError::Spawn { program: self.program.clone(), source };
+        let log = OpenOptions::new().create(true).append(true).open(&self.log).map_err(failed)?;
         // setsid(1) makes the session and becomes the program: the pid stays the same.
         let mut child = Command::new("setsid")
             .arg(&self.program)
@@ -220,26 +191,16 @@ pub fn processes_of(state: &Path) -> Vec<Listed> {
     all.flatten()
         .filter(|process| u32::try_from(process.pid) != Ok(own))
         .filter_map(|process| {
-            let marked = process.environ().is_ok_and(|env| {
-                env.get(&OsString::from(STATE_VARIABLE))
-                    .is_some_and(|v| v == state)
-            });
+            let marked =
+                process.environ().is_ok_and(|env| env.get(&OsString::from(STATE_VARIABLE)).is_some_and(|v| v == state));
             let cmdline = process.cmdline().ok()?;
-            let program = Path::new(cmdline.first()?)
-                .file_name()?
-                .to_string_lossy()
-                .into_owned();
+            let program = Path::new(cmdline.first()?).file_name()?.to_string_lossy().into_owned();
             // A command line alone proves little: an editor may have a file of ours open.
-            let named =
-                OURS.contains(&program.as_str()) && cmdline.iter().any(|arg| mentions(arg, state));
+            let named = OURS.contains(&program.as_str()) && cmdline.iter().any(|arg| mentions(arg, state));
             if !marked && !named {
                 return None;
             }
-            Some(Listed {
-                id: ProcessId::of(process.pid)?,
-                program,
-                command: cmdline.join(" "),
-            })
+            Some(Listed { id: ProcessId::of(process.pid)?, program, command: cmdline.join(" ") })
         })
         .collect()
 }
@@ -253,26 +214,15 @@ pub struct Listed {
     pub command: String,
 }
 
-const OURS: [&str; 6] = [
-    "etcd",
-    "kube-apiserver",
-    "kube-controller-manager",
-    "kibo-operator",
-    "kibo-node-daemon",
-    "qemu-system-x86_64",
-];
+const OURS: [&str; 6] =
+    ["etcd", "kube-apiserver", "kube-controller-manager", "kibo-operator", "kibo-node-daemon", "qemu-system-x86_64"];
 
 /// Whether `arg` contains the path `state` itself or something below it, not merely a longer name.
 fn mentions(arg: &str, state: &Path) -> bool {
     let Some(state) = state.to_str() else {
         return false;
     };
-    arg.match_indices(state).any(|(at, _)| {
-        matches!(
-            arg.as_bytes().get(at + state.len()),
-            None | Some(b'/' | b',')
-        )
-    })
+    arg.match_indices(state).any(|(at, _)| matches!(arg.as_bytes().get(at + state.len()), None | Some(b'/' | b',')))
 }
 
 /// The last lines of a log, for an error's text.
@@ -317,10 +267,7 @@ mod tests {
         let state = tempfile::tempdir().unwrap();
         let launch = Launch::new("/bin/sleep".into(), state.path().join("log"), "").arg("60");
         let id = launch.start(state.path()).unwrap();
-        let foreign = ProcessId {
-            start_ticks: id.start_ticks + 1,
-            ..id
-        };
+        let foreign = ProcessId { start_ticks: id.start_ticks + 1, ..id };
         assert!(!foreign.signal(Signal::KILL).unwrap());
         assert!(id.is_alive());
         id.kill().await.unwrap();

@@ -47,24 +47,15 @@ impl Programs {
         let repository = repository();
         let control_plane = match need {
             Need::Nothing => PathBuf::new(),
-            Need::ControlPlane | Need::Everything => built(
-                "KIBOTOS_CONTROL_PLANE",
-                &repository.join("hack/control-plane/build"),
-            )?,
+            Need::ControlPlane | Need::Everything => {
+                built("KIBOTOS_CONTROL_PLANE", &repository.join("hack/control-plane/build"))?
+            }
         };
         let guest = match need {
-            Need::Everything => Some(built(
-                "KIBOTOS_GUEST",
-                &repository.join("hack/guest/build"),
-            )?),
+            Need::Everything => Some(built("KIBOTOS_GUEST", &repository.join("hack/guest/build"))?),
             Need::Nothing | Need::ControlPlane => None,
         };
-        Ok(Self {
-            control_plane,
-            guest,
-            own: own_directory()?,
-            repository,
-        })
+        Ok(Self { control_plane, guest, own: own_directory()?, repository })
     }
 
     pub fn kubectl(&self) -> PathBuf {
@@ -85,10 +76,7 @@ impl Programs {
 }
 
 fn repository() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .parent()
-        .expect("this crate is a directory of the repository")
-        .to_owned()
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this crate is a directory of the repository").to_owned()
 }
 
 /// The target directory of this build: where cargo puts every program of the workspace.
@@ -96,28 +84,19 @@ fn own_directory() -> Result<PathBuf, ProgramsError> {
     let exe = env::current_exe().map_err(ProgramsError::OwnPath)?;
     let dir = exe.parent().unwrap_or(Path::new("/"));
     // Tests run from deps/, one below.
-    Ok(if dir.ends_with("deps") {
-        dir.parent().unwrap_or(dir).to_owned()
-    } else {
-        dir.to_owned()
-    })
+    Ok(if dir.ends_with("deps") { dir.parent().unwrap_or(dir).to_owned() } else { dir.to_owned() })
 }
 
 fn built(variable: &str, script: &Path) -> Result<PathBuf, ProgramsError> {
     if let Some(dir) = env::var_os(variable) {
         return Ok(dir.into());
     }
-    let failed = || ProgramsError::Build {
-        script: script.to_owned(),
-    };
+    let failed = || ProgramsError::Build { script: script.to_owned() };
     let output = Command::new(script)
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())
         .output()
-        .map_err(|source| ProgramsError::Run {
-            script: script.to_owned(),
-            source,
-        })?;
+        .map_err(|source| ProgramsError::Run { script: script.to_owned(), source })?;
     let text = String::from_utf8_lossy(&output.stdout);
     let last = text.lines().last().filter(|_| output.status.success());
     last.map(PathBuf::from).ok_or_else(failed)

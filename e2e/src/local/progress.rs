@@ -17,22 +17,15 @@ pub enum Progress {
 
 impl Progress {
     /// Runs one step and prints one line for it: `  etcd ............ 0.4 s`.
-    pub async fn step<T, E>(
-        self,
-        what: &str,
-        work: impl Future<Output = Result<T, E>>,
-    ) -> Result<T, E> {
+    pub async fn step<T, E>(self, what: &str, work: impl Future<Output = Result<T, E>>) -> Result<T, E> {
         if self == Self::Quiet {
             return work.await;
         }
         let begun = Instant::now();
         // On a terminal the line is alive while the step runs; in a log it appears when it is done.
         let bar = std::io::stderr().is_terminal().then(|| {
-            let style = ProgressStyle::with_template("  {msg:.dim} {spinner} {elapsed}")
-                .expect("a constant template");
-            let bar = ProgressBar::new_spinner()
-                .with_style(style)
-                .with_message(what.to_owned());
+            let style = ProgressStyle::with_template("  {msg:.dim} {spinner} {elapsed}").expect("a constant template");
+            let bar = ProgressBar::new_spinner().with_style(style).with_message(what.to_owned());
             bar.enable_steady_tick(Duration::from_millis(100));
             bar
         });

@@ -12,7 +12,7 @@ use rand::Rng as _;
 use serde::{Deserialize, Serialize};
 
 use super::component::Component;
-use super::node::NodeSpec;
+use super::node::LocalNode;
 use super::pki;
 use super::process::ProcessId;
 
@@ -43,7 +43,7 @@ pub struct Record {
     pub boot_id: String,
     pub ports: Ports,
     #[serde(default)]
-    pub nodes: Vec<NodeSpec>,
+    pub nodes: Vec<LocalNode>,
     #[serde(default)]
     pub processes: BTreeMap<Component, Started>,
 }
@@ -61,23 +61,21 @@ pub struct Ports {
     pub health: u16,
 }
 
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Started {
     #[serde(flatten)]
     pub process: ProcessId,
     pub at: Timestamp,
+    /// Of a node: the control session that was the newest when its daemon was started.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session_before: Option<String>,
 }
 
 impl Record {
     /// A new record with freshly picked ports.
     pub fn new() -> Result<Self, RecordError> {
-        Ok(Self {
-            boot_id: boot_id(),
-            ports: Ports::pick()?,
-            nodes: Vec::new(),
-            processes: BTreeMap::new(),
-        })
+        Ok(Self { boot_id: boot_id(), ports: Ports::pick()?, nodes: Vec::new(), processes: BTreeMap::new() })
     }
 
     /// The record in `path`; none when there is no such file.
@@ -86,17 +84,11 @@ impl Record {
             Ok(text) => text,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(source) => {
-                return Err(RecordError::Read {
-                    path: path.to_owned(),
-                    source,
-                });
+                return Err(RecordError::Read { path: path.to_owned(), source });
             }
         };
         let mut record: Self =
-            serde_json::from_slice(&text).map_err(|source| RecordError::Parse {
-                path: path.to_owned(),
-                source,
-            })?;
+            serde_json::from_slice(&text).map_err(|source| RecordError::Parse { path: path.to_owned(), source })?;
         if record.boot_id != boot_id() {
             record.boot_id = boot_id();
             record.processes.clear();
@@ -149,17 +141,12 @@ fn free_port(taken: &[u16]) -> Result<u16, RecordError> {
     let mut random = rand::rng();
     (0..ATTEMPTS)
         .map(|_| random.random_range(FROM..to))
-        .find(|port| {
-            !taken.contains(port) && TcpListener::bind((Ipv4Addr::LOCALHOST, *port)).is_ok()
-        })
+        .find(|port| !taken.contains(port) && TcpListener::bind((Ipv4Addr::LOCALHOST, *port)).is_ok())
         .ok_or(RecordError::NoPort { from: FROM, to })
 }
 
 fn boot_id() -> String {
-    fs::read_to_string("/proc/sys/kernel/random/boot_id")
-        .unwrap_or_default()
-        .trim()
-        .to_owned()
+    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
 
 #[cfg(test)]
@@ -174,17 +161,14 @@ mod tests {
 
         let mut record = Record::new().unwrap();
         let own = ProcessId::of(i32::try_from(std::process::id()).unwrap()).unwrap();
-        for component in [Component::Etcd, Component::ApiServer] {
-            let started = Started {
-                process: own,
-                at: Timestamp::now(),
-            };
+        for component in [Component::Etcd, Component::Node("node-1".into())] {
+            let started = Started { process: own, at: Timestamp::now(), session_before: None };
             record.processes.insert(component, started);
         }
         record.save(&path).unwrap();
         let loaded = Record::load(&path).unwrap().unwrap();
         assert_eq!(loaded.ports, record.ports);
-        assert_eq!(loaded.alive(&Component::ApiServer), Some(own));
+        assert_eq!(loaded.alive(&Component::Node("node-1".into())), Some(own));
 
         record.boot_id = "another".into();
         record.save(&path).unwrap();
