@@ -1,0 +1,1 @@
+//! Whether this node takes what it is offered.

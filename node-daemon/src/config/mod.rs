@@ -1,0 +1,182 @@
+//! The daemon's configuration: a TOML file, every key checked before anything is started.
+
+mod host;
+mod read;
+mod section;
+#[cfg(test)]
+mod tests;
+
+use std::{collections::BTreeMap, fmt, path::PathBuf};
+
+use kibo_crds::{Bytes, MilliCpu, NodeId, PoolId};
+
+pub use host::check_host;
+pub use section::{Problem, Problems};
+
+/// What the file says. Paths are absolute; whether they exist is [`check_host`]'s question.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    pub state_dir: PathBuf,
+    pub node: NodeConfig,
+    pub resources: Resources,
+    /// At least one; ids and paths are unique.
+    pub storage_pools: Vec<PoolConfig>,
+    pub vmm: VmmConfig,
+    pub images: ImagesConfig,
+    pub control: ControlConfig,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodeConfig {
+    /// Absent: the enrollment token says it.
+    pub id: Option<NodeId>,
+    pub labels: BTreeMap<String, String>,
+}
+
+/// What the host gives to VMs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Resources {
+    pub cpu: MilliCpu,
+    pub memory: Bytes,
+    /// Absent: no limit of the node's own.
+    pub max_instances: Option<u32>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PoolConfig {
+    pub id: PoolId,
+    pub path: PathBuf,
+    /// New objects go here; exactly one pool is the default.
+    pub default: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VmmConfig {
+    pub accelerator: Accelerator,
+    pub qemu: PathBuf,
+    pub kernel: PathBuf,
+    pub initrd: PathBuf,
+    /// QEMU's user; never 0.
+    pub uid: u32,
+    pub gid: u32,
+    pub cgroup_root: PathBuf,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Accelerator {
+    Kvm,
+    Tcg,
+}
+
+impl Accelerator {
+    /// As QEMU's `-accel` takes it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Kvm => "kvm",
+            Self::Tcg => "tcg",
+        }
+    }
+}
+
+impl fmt::Display for Accelerator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImagesConfig {
+    /// Root images: `<name>.erofs` or `<name>.squashfs`.
+    pub dir: PathBuf,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ControlConfig {
+    /// At least one; tried in turn.
+    pub endpoints: Vec<Endpoint>,
+    /// The operator's CA, PEM.
+    pub ca_file: PathBuf,
+    /// Absent once the node is enrolled.
+    pub token_file: Option<PathBuf>,
+}
+
+/// Where an operator listens: `https://host:port`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Endpoint(String);
+
+impl Endpoint {
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl std::str::FromStr for Endpoint {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let rule = "must be https://<host>:<port>";
+        let uri: tonic::transport::Uri = text.parse().map_err(|_| rule)?;
+        let is_plain = matches!(uri.path(), "" | "/") && uri.query().is_none();
+        if uri.scheme_str() != Some("https") || uri.host().is_none_or(str::is_empty) || uri.port_u16().is_none() {
+            return Err(rule);
+        }
+        if !is_plain || text.contains('@') {
+            return Err(rule);
+        }
+        Ok(Self(text.to_owned()))
+    }
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&self.0)
+    }
+}
+
+impl Config {
+    /// Reads the text of a config file; all problems are found at once.
+    pub fn parse(text: &str) -> Result<Self, Problems> {
+        read::config(text)
+    }
+
+    pub fn instances_dir(&self) -> PathBuf {
+        self.state_dir.join("instances")
+    }
+
+    pub fn spool_dir(&self) -> PathBuf {
+        self.state_dir.join("spool")
+    }
+
+    pub fn default_pool(&self) -> Option<&PoolConfig> {
+        self.storage_pools.iter().find(|pool| pool.default)
+    }
+}
+
+impl fmt::Display for Config {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let id = self.node.id.as_ref().map_or("from the enrollment token", NodeId::as_str);
+        writeln!(f, "node:      {id}")?;
+        for (key, value) in &self.node.labels {
+            writeln!(f, "label:     {key}={value}")?;
+        }
+        writeln!(f, "state:     {}", self.state_dir.display())?;
+        write!(f, "resources: cpu {}, memory {}", self.resources.cpu, self.resources.memory)?;
+        match self.resources.max_instances {
+            Some(max) => writeln!(f, ", at most {max} Instances")?,
+            None => writeln!(f)?,
+        }
+        for pool in &self.storage_pools {
+            let default = if pool.default { " (default)" } else { "" };
+            writeln!(f, "pool:      {} at {}{default}", pool.id, pool.path.display())?;
+        }
+        let vmm = &self.vmm;
+        writeln!(f, "vmm:       {} with {}, uid {}, gid {}", vmm.qemu.display(), vmm.accelerator, vmm.uid, vmm.gid)?;
+        writeln!(f, "guest:     kernel {}, initrd {}", vmm.kernel.display(), vmm.initrd.display())?;
+        writeln!(f, "cgroups:   {}", vmm.cgroup_root.display())?;
+        writeln!(f, "images:    {}", self.images.dir.display())?;
+        for endpoint in &self.control.endpoints {
+            writeln!(f, "operator:  {endpoint}")?;
+        }
+        write!(f, "CA:        {}", self.control.ca_file.display())
+    }
+}

@@ -1,0 +1,167 @@
+//! From TOML to [`Config`].
+
+use std::{collections::BTreeMap, path::PathBuf};
+
+use toml::Table;
+
+use super::{
+    Accelerator, Config, ControlConfig, ImagesConfig, NodeConfig, PoolConfig, Problems, Resources, VmmConfig,
+    section::Section,
+};
+
+const NOBODY: u32 = 65534;
+
+pub fn config(text: &str) -> Result<Config, Problems> {
+    let mut problems = Problems::default();
+    let table: Table = match text.parse() {
+        Ok(table) => table,
+        Err(error) => {
+            problems.add("the file", None, format!("is no TOML: {}", error.to_string().trim_end()));
+            return Err(problems);
+        }
+    };
+    let mut root = Section::root(table, &mut problems);
+    let state_dir = root.path("state_dir");
+    let node = root.section("node", node);
+    let resources = root.section("resources", resources);
+    let storage_pools = storage_pools(&mut root);
+    let vmm = root.section("vmm", vmm);
+    let images = root.section("images", |section| section.path("dir").map(|dir| ImagesConfig { dir }));
+    let control = root.section("control", control);
+    root.finish();
+    match (state_dir, resources, vmm, images, control) {
+        (Some(state_dir), Some(resources), Some(vmm), Some(images), Some(control)) if problems.0.is_empty() => {
+            Ok(Config { state_dir, node, resources, storage_pools, vmm, images, control })
+        }
+        _ => Err(problems),
+    }
+}
+
+fn node(section: &mut Section<'_>) -> NodeConfig {
+    NodeConfig { id: section.optional_text("id"), labels: section.section("labels", labels) }
+}
+
+/// Labels of a Node are those of Kubernetes, without the prefixes that Kubernetes and Kibotos keep for themselves.
+fn labels(section: &mut Section<'_>) -> BTreeMap<String, String> {
+    let mut labels = BTreeMap::new();
+    for (key, value) in section.rest() {
+        if let Some(rule) = label_problem(&key, &value) {
+            section.problem(&key, Some(format!("{value:?}")), rule);
+        } else {
+            labels.insert(key, value);
+        }
+    }
+    labels
+}
+
+fn label_problem(key: &str, value: &str) -> Option<&'static str> {
+    let is_word = |text: &str| {
+        let inner = |b: u8| b.is_ascii_alphanumeric() || b"-_.".contains(&b);
+        let ends = |b: Option<&u8>| b.is_some_and(u8::is_ascii_alphanumeric);
+        let bytes = text.as_bytes();
+        text.len() <= 63 && bytes.iter().copied().all(inner) && ends(bytes.first()) && ends(bytes.last())
+    };
+    let (prefix, name) = key.split_once('/').map_or((None, key), |(prefix, name)| (Some(prefix), name));
+    let is_prefix = |prefix: &str| prefix.len() <= 253 && prefix.split('.').all(is_word);
+    let is_reserved = |prefix: &str| {
+        ["kubernetes.io", "k8s.io", "kibotos.dev"]
+            .iter()
+            .any(|domain| prefix == *domain || prefix.ends_with(&format!(".{domain}")))
+    };
+    if !is_word(name) || prefix.is_some_and(|prefix| !is_prefix(prefix)) {
+        return Some(
+            "the key must be a Kubernetes label: at most 63 letters, digits, '-', '_' and '.', with an optional DNS prefix and '/'",
+        );
+    }
+    if prefix.is_some_and(is_reserved) {
+        return Some("the prefix is reserved: kubernetes.io, k8s.io and kibotos.dev are not for labels of one's own");
+    }
+    if !value.is_empty() && !is_word(value) {
+        return Some("the value must be empty or at most 63 letters, digits, '-', '_' and '.'");
+    }
+    None
+}
+
+fn resources(section: &mut Section<'_>) -> Option<Resources> {
+    let cpu = section.quantity("cpu");
+    let memory = section.quantity("memory");
+    let max_instances = section.optional_number("max_instances", 1);
+    Some(Resources { cpu: cpu?, memory: memory?, max_instances })
+}
+
+fn storage_pools(root: &mut Section<'_>) -> Vec<PoolConfig> {
+    let pools = root.sections("storage_pools", |section| {
+        let id = section.text("id");
+        let path = section.path("path");
+        let default = section.flag("default");
+        Some(PoolConfig { id: id?, path: path?, default })
+    });
+    let complete = pools.iter().all(Option::is_some);
+    let mut pools: Vec<PoolConfig> = pools.into_iter().flatten().collect();
+    for (index, pool) in pools.iter().enumerate() {
+        let earlier = &pools[..index];
+        if earlier.iter().any(|other| other.id == pool.id) {
+            root.problem(
+                &format!("storage_pools[{index}].id"),
+                Some(format!("{:?}", pool.id.as_str())),
+                "names a pool a second time",
+            );
+        }
+        if earlier.iter().any(|other| other.path == pool.path) {
+            root.problem(
+                &format!("storage_pools[{index}].path"),
+                Some(format!("{:?}", pool.path.display().to_string())),
+                "is the path of another pool already",
+            );
+        }
+    }
+    // The only pool is the default without saying so.
+    if let [only] = pools.as_mut_slice()
+        && complete
+    {
+        only.default = true;
+    }
+    let defaults = pools.iter().filter(|pool| pool.default).count();
+    if complete && !pools.is_empty() && defaults != 1 {
+        root.problem("storage_pools", None, format!("exactly one must have default = true, not {defaults}"));
+    }
+    pools
+}
+
+fn accelerator(section: &mut Section<'_>) -> Option<Accelerator> {
+    let text: String = section.text("accelerator")?;
+    match text.as_str() {
+        "kvm" => Some(Accelerator::Kvm),
+        "tcg" => Some(Accelerator::Tcg),
+        _ => {
+            section.problem("accelerator", Some(format!("{text:?}")), "must be \"kvm\" or \"tcg\"");
+            None
+        }
+    }
+}
+
+fn vmm(section: &mut Section<'_>) -> Option<VmmConfig> {
+    let accelerator = accelerator(section);
+    let qemu = section.path("qemu");
+    let kernel = section.path("kernel");
+    let initrd = section.path("initrd");
+    let uid = section.optional_number("uid", 1);
+    let gid = section.optional_number("gid", 1);
+    let cgroup_root = section.optional_path("cgroup_root");
+    Some(VmmConfig {
+        accelerator: accelerator?,
+        qemu: qemu?,
+        kernel: kernel?,
+        initrd: initrd?,
+        uid: uid.unwrap_or(NOBODY),
+        gid: gid.unwrap_or(NOBODY),
+        cgroup_root: cgroup_root.unwrap_or_else(|| PathBuf::from("/sys/fs/cgroup")),
+    })
+}
+
+fn control(section: &mut Section<'_>) -> Option<ControlConfig> {
+    let endpoints = section.texts("endpoints");
+    let ca_file = section.path("ca_file");
+    let token_file = section.optional_path("token_file");
+    Some(ControlConfig { endpoints, ca_file: ca_file?, token_file })
+}

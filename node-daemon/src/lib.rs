@@ -1,0 +1,15 @@
+//! Runs the microVMs of one host.
+//!
+//! The daemon opens one session to the operator, says what the host has, admits or refuses what it
+//! is offered, and runs each Instance as a QEMU of its own. A VM survives the daemon: what runs is
+//! found again by listing, and what was not yet told is in the [`spool`].
+
+pub mod admission;
+pub mod clock;
+pub mod config;
+pub mod durable;
+pub mod instance;
+pub mod launch;
+pub mod pool;
+pub mod spool;
+pub mod state;

@@ -1,0 +1,217 @@
+//! Storage pools: who may use which object, and the images themselves.
+//!
+//! A pool is a directory with a marker file. Each object has a directory named by its uid, with an
+//! image and holder records. An image is opened only after the record of the grant was written and
+//! every other record agrees; whoever is refused leaves a record of that too, so that the same grant
+//! can never be taken later.
+//!
+//! Every operation here waits for the file system: call it on a thread that may block.
+
+mod image;
+mod lock;
+mod marker;
+mod object;
+mod record_files;
+mod records;
+mod status;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::BTreeMap,
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use kibo_crds::{Bytes, Epoch, NodeId, ObjectUid, PoolId};
+use kibo_protocol::v1;
+
+pub use image::ImageError;
+pub use marker::{Marker, MarkerError, init};
+pub use records::Conflict;
+pub use status::PoolStatus;
+
+use crate::config::PoolConfig;
+use lock::Locks;
+use status::StatusWatch;
+
+/// The pools of this node.
+pub struct Pools(BTreeMap<PoolId, Pool>);
+
+/// One pool. Two operations never run on one object at once.
+pub struct Pool {
+    id: PoolId,
+    path: PathBuf,
+    is_default: bool,
+    node: NodeId,
+    /// Of the marker that this daemon has seen first.
+    uid: std::sync::OnceLock<String>,
+    status: StatusWatch,
+    locks: Locks,
+}
+
+/// An object that this node holds, with its image open for reading and writing.
+#[derive(Debug)]
+pub struct TakenObject {
+    pub uid: ObjectUid,
+    pub pool: PoolId,
+    pub epoch: Epoch,
+    pub size: Bytes,
+    pub file: fs::File,
+    /// The file bypasses the host's page cache.
+    pub is_direct: bool,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum PoolError {
+    #[error("this node has no storage pool {0:?}: declare it in the daemon's configuration")]
+    Unknown(PoolId),
+    #[error("the storage pool {pool} is not available: {source}")]
+    Unavailable { pool: PoolId, source: MarkerError },
+    #[error("object {0} is busy with another operation")]
+    Busy(ObjectUid),
+    #[error("object {uid} cannot be used: {conflict}")]
+    Conflict { uid: ObjectUid, conflict: Conflict },
+    #[error("object {0} is in use on this node")]
+    InUse(ObjectUid),
+    #[error("failed to {action} of object {uid} in the pool {pool}: {source}")]
+    Io { action: &'static str, uid: ObjectUid, pool: PoolId, source: io::Error },
+}
+
+/// Why an object was not taken, and what that leaves in the pool.
+#[derive(Debug, thiserror::Error)]
+#[error("object {uid}: {cause}")]
+pub struct TakeError {
+    pub uid: ObjectUid,
+    pub epoch: Epoch,
+    /// HELD when the pool does not answer: then it is not known.
+    pub object_use: v1::ObjectUse,
+    pub cause: TakeFailure,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum TakeFailure {
+    #[error(transparent)]
+    Conflict(#[from] Conflict),
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+    #[error(transparent)]
+    Image(#[from] ImageError),
+}
+
+impl TakeError {
+    /// How an Instance ends that needed this object.
+    pub fn end_reason(&self) -> v1::EndReason {
+        match &self.cause {
+            TakeFailure::Conflict(Conflict::Refused(_) | Conflict::Released(_)) => v1::EndReason::NotStarted,
+            TakeFailure::Conflict(_) => v1::EndReason::HolderConflict,
+            TakeFailure::Pool(_) | TakeFailure::Image(_) => v1::EndReason::StorageFailed,
+        }
+    }
+
+    pub fn object_state(&self) -> v1::ObjectState {
+        v1::ObjectState {
+            uid: self.uid.to_string(),
+            epoch: self.epoch.0,
+            r#use: self.object_use.into(),
+            size_bytes: None,
+        }
+    }
+}
+
+impl Pools {
+    /// Starts to watch every pool. One that is not there now may come later.
+    pub fn open(configs: &[PoolConfig], node: &NodeId) -> io::Result<Self> {
+        let open = |config: &PoolConfig| {
+            let status = StatusWatch::start(config.id.clone(), config.path.clone(), node.clone())?;
+            let pool = Pool {
+                id: config.id.clone(),
+                path: config.path.clone(),
+                is_default: config.default,
+                node: node.clone(),
+                uid: std::sync::OnceLock::new(),
+                status,
+                locks: Locks::default(),
+            };
+            if let Some(problem) = pool.status().problem {
+                tracing::warn!(pool = %pool.id, problem, "the storage pool is not available");
+            }
+            Ok((config.id.clone(), pool))
+        };
+        configs.iter().map(open).collect::<io::Result<_>>().map(Self)
+    }
+
+    pub fn get(&self, id: &PoolId) -> Result<&Pool, PoolError> {
+        self.0.get(id).ok_or_else(|| PoolError::Unknown(id.clone()))
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = &Pool> {
+        self.0.values()
+    }
+}
+
+impl Pool {
+    pub fn id(&self) -> &PoolId {
+        &self.id
+    }
+
+    pub fn is_default(&self) -> bool {
+        self.is_default
+    }
+
+    /// The newest known status; never waits.
+    pub fn status(&self) -> PoolStatus {
+        self.status.get()
+    }
+
+    /// As the session reports it.
+    pub fn report(&self) -> v1::Pool {
+        let status = self.status();
+        v1::Pool {
+            id: self.id.to_string(),
+            default: self.is_default,
+            available: status.is_available(),
+            uid: status.uid.unwrap_or_default(),
+            capacity_bytes: status.capacity.map(|bytes| bytes.0),
+            free_bytes: status.free.map(|bytes| bytes.0),
+        }
+    }
+
+    fn object_dir(&self, uid: &ObjectUid) -> PathBuf {
+        self.path.join(marker::OBJECTS).join(uid.as_str())
+    }
+
+    /// Looks at the marker afresh: between two looks of the watch a mount may have gone.
+    fn verify(&self) -> Result<(), PoolError> {
+        let unavailable = |source| PoolError::Unavailable { pool: self.id.clone(), source };
+        let marker = marker::read(&self.path, &self.id).map_err(unavailable)?;
+        let expected = self.uid.get_or_init(|| marker.uid.clone());
+        if *expected != marker.uid {
+            let (path, expected, found) = (self.path.clone(), expected.clone(), marker.uid);
+            return Err(unavailable(MarkerError::OtherUid { path, expected, found }));
+        }
+        Ok(())
+    }
+
+    /// Whether other nodes use this pool too.
+    fn is_shared(&self) -> io::Result<bool> {
+        let own = self.node.as_str();
+        for entry in fs::read_dir(self.path.join(marker::NODES))? {
+            let name = entry?.file_name();
+            if name.to_str().is_some_and(|name| name != own && !name.starts_with('.')) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+}
+
+/// Leaves this node's file in the pool, so that the others know that they share it.
+fn sign_in(pool: &Path, node: &NodeId) -> io::Result<()> {
+    let dir = pool.join(marker::NODES);
+    fs::create_dir_all(&dir)?;
+    match fs::OpenOptions::new().write(true).create_new(true).open(dir.join(node.as_str())) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        result => result.and_then(|file| file.sync_all()).and_then(|()| crate::durable::sync_dir(&dir)),
+    }
+}

@@ -1,0 +1,248 @@
+//! The operations on one object.
+
+use std::{fs, io, path::Path};
+
+use kibo_crds::{Bytes, Epoch, ObjectUid};
+use kibo_protocol::v1::ObjectUse;
+
+use super::{
+    Pool, PoolError, TakeError, TakeFailure, TakenObject, image,
+    lock::ObjectLock,
+    marker,
+    record_files::{self, Kind},
+    records::{Conflict, EpochUse, Record, Records, TakeDecision},
+};
+use crate::{
+    durable,
+    launch::{GrantedObject, Taker},
+};
+
+impl Pool {
+    fn io<'e>(&'e self, action: &'static str, uid: &'e ObjectUid) -> impl FnOnce(io::Error) -> PoolError + 'e {
+        move |source| PoolError::Io { action, uid: uid.clone(), pool: self.id.clone(), source }
+    }
+
+    fn begin(&self, uid: &ObjectUid) -> Result<ObjectLock<'_>, PoolError> {
+        let lock = self.locks.lock(uid).ok_or_else(|| PoolError::Busy(uid.clone()))?;
+        self.verify()?;
+        Ok(lock)
+    }
+
+    fn list(&self, uid: &ObjectUid) -> Result<Records, PoolError> {
+        record_files::list(&self.object_dir(uid)).map_err(self.io("read the holder records", uid))
+    }
+
+    fn write(&self, uid: &ObjectUid, kind: Kind, record: &Record) -> Result<(), PoolError> {
+        let dir = self.object_dir(uid);
+        self.make_object_dir(&dir).map_err(self.io("make the directory", uid))?;
+        // One of that name is as good: the decision that follows reads what it says.
+        record_files::write(&dir, &self.node, kind, record).map_err(self.io("write a holder record", uid))?;
+        Ok(())
+    }
+
+    fn make_object_dir(&self, dir: &Path) -> io::Result<()> {
+        match fs::create_dir(dir) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            result => result.and_then(|()| durable::sync_dir(&self.path.join(marker::OBJECTS))),
+        }
+    }
+
+    /// Takes an object for an Instance and opens its image, which is made when it is missing.
+    ///
+    /// Idempotent for the same Instance. On an error the object is not held any more, unless the
+    /// error says HELD.
+    pub fn take(&self, granted: &GrantedObject, taker: &Taker) -> Result<TakenObject, TakeError> {
+        let uid = &granted.object.uid;
+        let error = |object_use, cause| TakeError { uid: uid.clone(), epoch: granted.grant.epoch, object_use, cause };
+        let _lock = self.begin(uid).map_err(|cause| error(ObjectUse::Held, cause.into()))?;
+        match self.write_taken(granted, Some(taker)) {
+            Ok(None) => {}
+            Ok(Some(conflict)) => {
+                let object_use = self.withdraw(granted, Some(taker), &conflict);
+                return Err(error(object_use, conflict.into()));
+            }
+            Err(cause) => return Err(error(ObjectUse::Held, cause.into())),
+        }
+        match self.open_image(granted) {
+            Ok(taken) => {
+                self.clear_settled(uid, granted.grant.epoch);
+                Ok(taken)
+            }
+            Err(cause) => {
+                let released = self.write_released(uid, granted.grant.epoch);
+                let object_use = if released.is_ok() { ObjectUse::Released } else { ObjectUse::Held };
+                Err(error(object_use, cause))
+            }
+        }
+    }
+
+    /// Writes the record of a grant if nothing stands against it, before and after.
+    fn write_taken(&self, granted: &GrantedObject, taker: Option<&Taker>) -> Result<Option<Conflict>, PoolError> {
+        let uid = &granted.object.uid;
+        match self.list(uid)?.decide_take(&granted.grant, taker) {
+            TakeDecision::Conflict(conflict) => return Ok(Some(conflict)),
+            TakeDecision::AlreadyMine => return Ok(None),
+            TakeDecision::Write => {}
+        }
+        self.write(uid, Kind::Taken, &Record { taker: taker.cloned(), grant: granted.grant })?;
+        match self.list(uid)?.decide_take(&granted.grant, taker) {
+            TakeDecision::AlreadyMine => Ok(None),
+            TakeDecision::Conflict(conflict) => Ok(Some(conflict)),
+            TakeDecision::Write => {
+                let source = io::Error::other("it is not there after it was written");
+                Err(self.io("find the holder record", uid)(source))
+            }
+        }
+    }
+
+    /// Makes sure that a grant that met a conflict is never taken, also not by a crashed attempt's rest.
+    fn withdraw(&self, granted: &GrantedObject, taker: Option<&Taker>, conflict: &Conflict) -> ObjectUse {
+        let uid = &granted.object.uid;
+        match conflict {
+            Conflict::Released(_) => return ObjectUse::Released,
+            Conflict::Refused(_) => return ObjectUse::Refused,
+            // The record is somebody else's to close.
+            Conflict::TakenByOther { .. } => return ObjectUse::Held,
+            Conflict::Superseded { .. } | Conflict::PredecessorHolds { .. } => {}
+        }
+        let record = Record { taker: taker.cloned(), grant: granted.grant };
+        match self.write(uid, Kind::Refused, &record) {
+            Ok(()) => ObjectUse::Refused,
+            Err(error) => {
+                tracing::error!(object = %uid, epoch = %granted.grant.epoch, %error, "failed to record a refusal");
+                ObjectUse::Held
+            }
+        }
+    }
+
+    fn open_image(&self, granted: &GrantedObject) -> Result<TakenObject, TakeFailure> {
+        let object = &granted.object;
+        let dir = self.object_dir(&object.uid);
+        image::ensure(&dir, &object.uid, object.size, object.must_exist)?;
+        let is_shared = self.is_shared().map_err(self.io("find the other users", &object.uid))?;
+        let (file, is_direct) = image::open(&dir, is_shared)?;
+        Ok(TakenObject {
+            uid: object.uid.clone(),
+            pool: self.id.clone(),
+            epoch: granted.grant.epoch,
+            size: object.size,
+            file,
+            is_direct,
+        })
+    }
+
+    /// Removes what no decision needs any more, the lowest epoch first, so that at every point the
+    /// records that are left still agree.
+    fn clear_settled(&self, uid: &ObjectUid, epoch: Epoch) {
+        let dir = self.object_dir(uid);
+        let clear = || -> io::Result<()> {
+            record_files::remove_leftovers(&dir, &self.node)?;
+            for settled in record_files::list(&dir)?.settled_below(epoch) {
+                record_files::remove(&dir, settled)?;
+            }
+            Ok(())
+        };
+        if let Err(error) = clear() {
+            tracing::warn!(object = %uid, %error, "failed to clear old holder records; the next start tries again");
+        }
+    }
+
+    fn write_released(&self, uid: &ObjectUid, epoch: Epoch) -> Result<EpochUse, PoolError> {
+        let records = self.list(uid)?;
+        let found = records.use_of(epoch);
+        let taken = records.0.get(&epoch).and_then(|records| records.taken.as_ref());
+        if let (EpochUse::Held, Some(taken)) = (found, taken) {
+            self.write(uid, Kind::Released, taken)?;
+            return Ok(EpochUse::Released);
+        }
+        Ok(found)
+    }
+
+    /// Records that an Instance's use of an object is over. Idempotent; an epoch that was never
+    /// taken, or that a newer one has replaced, needs nothing.
+    pub fn release(&self, uid: &ObjectUid, epoch: Epoch) -> Result<(), PoolError> {
+        let _lock = self.begin(uid)?;
+        self.write_released(uid, epoch).map(drop)
+    }
+
+    /// Closes a grant for an Instance that does not run: released if it was taken for it, else refused.
+    /// Afterwards it cannot be taken any more.
+    pub fn close(&self, granted: &GrantedObject, taker: &Taker) -> Result<ObjectUse, PoolError> {
+        let uid = &granted.object.uid;
+        let epoch = granted.grant.epoch;
+        let _lock = self.begin(uid)?;
+        let records = self.list(uid)?;
+        match records.use_of(epoch) {
+            EpochUse::Released => Ok(ObjectUse::Released),
+            EpochUse::Refused => Ok(ObjectUse::Refused),
+            EpochUse::Held => {
+                let own = records.0.get(&epoch).and_then(|records| records.taken.as_ref());
+                if own.and_then(|record| record.taker.as_ref()) != Some(taker) {
+                    return Ok(ObjectUse::Held);
+                }
+                self.write_released(uid, epoch)?;
+                Ok(ObjectUse::Released)
+            }
+            EpochUse::Untouched => {
+                self.write(uid, Kind::Refused, &Record { taker: Some(taker.clone()), grant: granted.grant })?;
+                Ok(ObjectUse::Refused)
+            }
+        }
+    }
+
+    /// Says what became of a grant; one that was not taken is refused for good.
+    pub fn confirm_not_taken(&self, granted: &GrantedObject) -> Result<ObjectUse, PoolError> {
+        let uid = &granted.object.uid;
+        let _lock = self.begin(uid)?;
+        match self.list(uid)?.use_of(granted.grant.epoch) {
+            EpochUse::Held => Ok(ObjectUse::Held),
+            EpochUse::Released => Ok(ObjectUse::Released),
+            EpochUse::Refused => Ok(ObjectUse::Refused),
+            EpochUse::Untouched => {
+                self.write(uid, Kind::Refused, &Record { taker: None, grant: granted.grant })?;
+                Ok(ObjectUse::Refused)
+            }
+        }
+    }
+
+    /// Removes an object with all its records, under a grant of its own. What does not exist is removed.
+    pub fn delete(&self, granted: &GrantedObject) -> Result<(), PoolError> {
+        let uid = &granted.object.uid;
+        let _lock = self.begin(uid)?;
+        let dir = self.object_dir(uid);
+        if !dir.try_exists().map_err(self.io("find the directory", uid))? {
+            return Ok(());
+        }
+        if let Some(conflict) = self.write_taken(granted, None)? {
+            self.withdraw(granted, None, &conflict);
+            if self.holds_open(uid)? {
+                return Err(PoolError::InUse(uid.clone()));
+            }
+            return Err(PoolError::Conflict { uid: uid.clone(), conflict });
+        }
+        image::remove(&dir).map_err(self.io("remove the image", uid))?;
+        let all = self.list(uid)?.settled_below(Epoch(u64::MAX));
+        for epoch in all {
+            record_files::remove(&dir, epoch).map_err(self.io("remove the holder records", uid))?;
+        }
+        fs::remove_dir_all(&dir).map_err(self.io("remove the directory", uid))?;
+        durable::sync_dir(&self.path.join(marker::OBJECTS)).map_err(self.io("sync the directory", uid))?;
+        self.status.look_again();
+        Ok(())
+    }
+
+    /// Whether an Instance of this node has an open record.
+    fn holds_open(&self, uid: &ObjectUid) -> Result<bool, PoolError> {
+        let records = self.list(uid)?;
+        Ok(records.0.iter().any(|(epoch, of_epoch)| {
+            let taker = of_epoch.taken.as_ref().and_then(|record| record.taker.as_ref());
+            records.use_of(*epoch) == EpochUse::Held && taker.is_some_and(|taker| taker.node == self.node)
+        }))
+    }
+
+    /// Size of an object's image; `None` when it does not exist.
+    pub fn image_size(&self, uid: &ObjectUid) -> Result<Option<Bytes>, PoolError> {
+        self.verify()?;
+        image::size(&self.object_dir(uid)).map_err(self.io("find the size", uid))
+    }
+}

@@ -1,0 +1,323 @@
+//! What the holder records of one object say about a grant. No I/O.
+//!
+//! Each epoch has at most one record that it was taken and at most one that it is closed (released,
+//! or refused before it was taken). A record also keeps what its grant said about the grant before
+//! it, so that an assertion of the control plane ("that holder is dead") outlives the grant that
+//! brought it.
+
+use std::collections::BTreeMap;
+
+use kibo_crds::Epoch;
+use serde::{Deserialize, Serialize};
+
+use crate::launch::{Grant, Taker};
+
+/// Content of one record.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Record {
+    /// Absent where nobody was to take it: a deletion, a question whether it was taken.
+    pub taker: Option<Taker>,
+    pub grant: Grant,
+}
+
+/// Everything that the pool knows of one epoch.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EpochRecords {
+    pub taken: Option<Record>,
+    pub released: Option<Record>,
+    pub refused: Option<Record>,
+}
+
+impl EpochRecords {
+    fn is_closed(&self) -> bool {
+        self.released.is_some() || self.refused.is_some()
+    }
+
+    /// Somebody may be using the object by the right of this epoch.
+    fn is_open(&self) -> bool {
+        self.taken.is_some() && !self.is_closed()
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Record> {
+        [&self.taken, &self.released, &self.refused].into_iter().flatten()
+    }
+}
+
+/// The records of one object.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Records(pub BTreeMap<Epoch, EpochRecords>);
+
+/// Why a grant cannot be taken.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Conflict {
+    #[error("the grant of epoch {granted} is over: the pool has a record of epoch {found}")]
+    Superseded { granted: Epoch, found: Epoch },
+    #[error("epoch {0} was refused by this node earlier")]
+    Refused(Epoch),
+    #[error("epoch {0} was taken and released already")]
+    Released(Epoch),
+    #[error("epoch {epoch} is taken by {} as {}", taker.node, taker.instance)]
+    TakenByOther { epoch: Epoch, taker: Box<Taker> },
+    #[error("epoch {epoch} is not released by {holder}, and the grant does not say that this holder is dead")]
+    PredecessorHolds { epoch: Epoch, holder: String },
+}
+
+/// What a node that was granted an object may do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TakeDecision {
+    /// Write the record of this epoch.
+    Write,
+    /// This same Instance has taken it before; the record stands.
+    AlreadyMine,
+    Conflict(Conflict),
+}
+
+impl Records {
+    /// Whether some grant at or above an epoch declared every holder up to that epoch dead.
+    fn is_declared_dead(&self, epoch: Epoch, by: &Grant) -> bool {
+        let says_so = |grant: &Grant| grant.predecessor_end.voids_unreleased() && epoch <= grant.predecessor;
+        says_so(by) || self.0.range(epoch..).flat_map(|(_, records)| records.all()).any(|record| says_so(&record.grant))
+    }
+
+    /// Highest open epoch below the grant's whose holder nobody declared dead. A deletion goes on
+    /// where another one stopped.
+    fn open_predecessor(&self, grant: &Grant, is_deletion: bool) -> Option<(Epoch, &EpochRecords)> {
+        let below = self.0.range(..grant.epoch).rev().map(|(epoch, records)| (*epoch, records));
+        below.into_iter().find(|(epoch, records)| {
+            let both_delete = is_deletion && records.taken.as_ref().is_some_and(|record| record.taker.is_none());
+            records.is_open() && !both_delete && !self.is_declared_dead(*epoch, grant)
+        })
+    }
+
+    fn predecessor_conflict(&self, grant: &Grant, is_deletion: bool) -> Option<Conflict> {
+        let (epoch, records) = self.open_predecessor(grant, is_deletion)?;
+        let taker = records.taken.as_ref().and_then(|record| record.taker.as_ref());
+        let holder =
+            taker.map_or_else(|| "a deletion".to_owned(), |taker| format!("{} as {}", taker.node, taker.instance));
+        Some(Conflict::PredecessorHolds { epoch, holder })
+    }
+
+    /// Whether this grant may be taken, seen before and again after the record was written; without a
+    /// taker it is a deletion's.
+    pub fn decide_take(&self, grant: &Grant, taker: Option<&Taker>) -> TakeDecision {
+        if let Some((found, _)) = self.0.range(Epoch(grant.epoch.0 + 1)..).next_back() {
+            return TakeDecision::Conflict(Conflict::Superseded { granted: grant.epoch, found: *found });
+        }
+        let own = self.0.get(&grant.epoch).cloned().unwrap_or_default();
+        if own.refused.is_some() {
+            return TakeDecision::Conflict(Conflict::Refused(grant.epoch));
+        }
+        if own.released.is_some() {
+            return TakeDecision::Conflict(Conflict::Released(grant.epoch));
+        }
+        if let Some(other) = own.taken.as_ref().filter(|record| record.taker.as_ref() != taker) {
+            let Some(other) = other.taker.clone() else {
+                return TakeDecision::Conflict(Conflict::Superseded { granted: grant.epoch, found: grant.epoch });
+            };
+            return TakeDecision::Conflict(Conflict::TakenByOther { epoch: grant.epoch, taker: Box::new(other) });
+        }
+        if let Some(conflict) = self.predecessor_conflict(grant, taker.is_none()) {
+            return TakeDecision::Conflict(conflict);
+        }
+        if own.taken.is_some() { TakeDecision::AlreadyMine } else { TakeDecision::Write }
+    }
+
+    /// What became of one epoch.
+    pub fn use_of(&self, epoch: Epoch) -> EpochUse {
+        match self.0.get(&epoch) {
+            Some(records) if records.refused.is_some() => EpochUse::Refused,
+            Some(records) if records.released.is_some() => EpochUse::Released,
+            Some(records) if records.taken.is_some() => EpochUse::Held,
+            _ => EpochUse::Untouched,
+        }
+    }
+
+    /// Epochs that no decision needs any more once `epoch` was taken rightly; the lowest first.
+    pub fn settled_below(&self, epoch: Epoch) -> Vec<Epoch> {
+        self.0.range(..epoch).map(|(epoch, _)| *epoch).collect()
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EpochUse {
+    /// No record names this epoch.
+    Untouched,
+    Held,
+    Released,
+    Refused,
+}
+
+#[cfg(test)]
+mod tests {
+    use kibo_crds::{Incarnation, InstanceId};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::launch::PredecessorEnd;
+
+    fn taker(node: &str) -> Taker {
+        // One Instance for each node and test: the same id again is the same Instance.
+        let instance = format!("inst-0000000000000000000000000{}", node.len() % 10).parse().unwrap();
+        Taker { node: node.parse().unwrap(), incarnation: Incarnation(1), instance }
+    }
+
+    fn grant(epoch: u64, predecessor: u64, predecessor_end: PredecessorEnd) -> Grant {
+        Grant { epoch: Epoch(epoch), predecessor: Epoch(predecessor), predecessor_end }
+    }
+
+    #[derive(Clone, Copy)]
+    enum On {
+        Taken(&'static str),
+        Released(&'static str),
+        Refused,
+        Withdrawn(&'static str),
+    }
+
+    fn records(entries: &[(Grant, On)]) -> Records {
+        let mut records = Records::default();
+        for (grant, on) in entries {
+            let record = |node: Option<&str>| Some(Record { taker: node.map(taker), grant: *grant });
+            let at = records.0.entry(grant.epoch).or_default();
+            match *on {
+                On::Taken(node) => at.taken = record(Some(node)),
+                On::Released(node) => (at.taken, at.released) = (record(Some(node)), record(Some(node))),
+                On::Refused => at.refused = record(None),
+                On::Withdrawn(node) => (at.taken, at.refused) = (record(Some(node)), record(Some(node))),
+            }
+        }
+        records
+    }
+
+    fn conflict(decision: TakeDecision) -> &'static str {
+        match decision {
+            TakeDecision::Write => "write",
+            TakeDecision::AlreadyMine => "mine",
+            TakeDecision::Conflict(Conflict::Superseded { .. }) => "superseded",
+            TakeDecision::Conflict(Conflict::Refused(_)) => "refused",
+            TakeDecision::Conflict(Conflict::Released(_)) => "released",
+            TakeDecision::Conflict(Conflict::TakenByOther { .. }) => "other",
+            TakeDecision::Conflict(Conflict::PredecessorHolds { .. }) => "predecessor",
+        }
+    }
+
+    #[test]
+    fn what_records_and_grant_mean_for_a_taker() {
+        use On::{Refused, Released, Taken, Withdrawn};
+        use PredecessorEnd as End;
+        let first = grant(1, 0, End::None);
+        let after_release = |epoch| grant(epoch, epoch - 1, End::Released);
+        let after_isolation = |epoch| grant(epoch, epoch - 1, End::Isolated);
+        let table: &[(&str, &[(Grant, On)], Grant, &str)] = &[
+            ("nothing there", &[], first, "write"),
+            ("a crash after the record was written", &[(first, Taken("a"))], first, "mine"),
+            ("another node has this epoch", &[(first, Taken("bb"))], first, "other"),
+            ("this epoch was refused", &[(first, Refused)], first, "refused"),
+            ("this epoch was withdrawn", &[(first, Withdrawn("a"))], first, "refused"),
+            ("this epoch has ended", &[(first, Released("a"))], first, "released"),
+            ("the predecessor released", &[(first, Released("bb"))], after_release(2), "write"),
+            ("the predecessor refused", &[(first, Refused)], grant(2, 1, End::Refused), "write"),
+            (
+                "the pool lacks the release that the grant tells of",
+                &[(first, Taken("bb"))],
+                after_release(2),
+                "predecessor",
+            ),
+            ("the predecessor is dead", &[(first, Taken("bb"))], after_isolation(2), "write"),
+            (
+                "the predecessor's incarnation is over",
+                &[(first, Taken("bb"))],
+                grant(2, 1, End::IncarnationEnded),
+                "write",
+            ),
+            ("a newer grant was taken", &[(after_release(2), Taken("bb"))], first, "superseded"),
+            ("a newer grant was refused", &[(after_release(2), Refused)], first, "superseded"),
+            (
+                "a newer one appeared after the own record",
+                &[(first, Taken("a")), (after_isolation(2), Taken("bb"))],
+                first,
+                "superseded",
+            ),
+            (
+                "an older one appeared after the own record",
+                &[(first, Taken("bb")), (after_release(2), Taken("a"))],
+                after_release(2),
+                "predecessor",
+            ),
+            (
+                "an earlier taker was told that the first is dead",
+                &[(first, Taken("bb")), (after_isolation(2), Released("a"))],
+                after_release(3),
+                "write",
+            ),
+            (
+                "the one who was told refused",
+                &[(first, Taken("bb")), (after_isolation(2), Refused)],
+                grant(3, 2, End::Refused),
+                "write",
+            ),
+            (
+                "dead up to the predecessor, not beyond",
+                &[(first, Taken("bb")), (after_release(2), Taken("ccc"))],
+                grant(3, 1, End::Isolated),
+                "predecessor",
+            ),
+            ("a withdrawn record holds nothing", &[(first, Withdrawn("bb"))], grant(2, 1, End::Refused), "write"),
+        ];
+        for (what, on_disk, grant, expected) in table {
+            let decision = records(on_disk).decide_take(grant, Some(&taker("a")));
+            assert_eq!(conflict(decision), *expected, "{what}");
+        }
+    }
+
+    #[test]
+    fn the_same_node_with_another_instance_is_another_taker() {
+        let first = grant(1, 0, PredecessorEnd::None);
+        let records = records(&[(first, On::Taken("a"))]);
+        let other = Taker { instance: InstanceId::generate(), ..taker("a") };
+        assert_eq!(conflict(records.decide_take(&first, Some(&other))), "other");
+    }
+
+    /// A history of grants as the leader gives them: the next only when the last has ended in some way.
+    fn histories() -> impl Strategy<Value = Vec<u8>> {
+        proptest::collection::vec(0u8..4, 0..8)
+    }
+
+    proptest! {
+        /// As long as the leader tells the truth, the next grant can always be taken; and whoever is
+        /// open without being declared dead always stops it.
+        #[test]
+        fn a_true_grant_is_taken_and_a_false_one_is_not(history in histories()) {
+            let mut entries = Vec::new();
+            let mut end = PredecessorEnd::None;
+            let mut epoch = 0;
+            for step in history {
+                let grant = grant(epoch + 1, epoch, end);
+                epoch += 1;
+                let (on, next) = match step {
+                    0 => (On::Released("bb"), PredecessorEnd::Released),
+                    1 => (On::Refused, PredecessorEnd::Refused),
+                    2 => (On::Taken("bb"), PredecessorEnd::Isolated),
+                    _ => (On::Withdrawn("bb"), PredecessorEnd::Refused),
+                };
+                entries.push((grant, on));
+                end = next;
+            }
+            let records = records(&entries);
+            let next = grant(epoch + 1, epoch, end);
+            prop_assert_eq!(records.decide_take(&next, Some(&taker("a"))), TakeDecision::Write);
+            // The same with a leader that takes the last holder for released though it is not.
+            if end == PredecessorEnd::Isolated {
+                let wrong = grant(epoch + 1, epoch, PredecessorEnd::Released);
+                let decision = records.decide_take(&wrong, Some(&taker("a")));
+                prop_assert_eq!(conflict(decision), "predecessor");
+            }
+            // No grant of the past can be taken any more.
+            for past in 1..=epoch {
+                let again = grant(past, past - 1, PredecessorEnd::Isolated);
+                let decision = records.decide_take(&again, Some(&taker("a")));
+                prop_assert!(matches!(decision, TakeDecision::Conflict(_)), "{:?}", decision);
+            }
+        }
+    }
+}

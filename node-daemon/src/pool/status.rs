@@ -1,0 +1,127 @@
+//! Whether a pool can be used, looked at again and again on a thread of its own: a file system that
+//! hangs stops nothing but that thread, and its pool counts as not available.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel},
+    thread,
+    time::Duration,
+};
+
+use kibo_crds::{Bytes, NodeId, PoolId};
+use tokio::sync::watch;
+
+use super::{image, marker};
+use crate::clock::BootTime;
+
+const EVERY: Duration = Duration::from_secs(5);
+/// A look that takes longer than this says that the pool hangs.
+const STALE_AFTER: Duration = Duration::from_secs(15);
+/// So long a start waits for the first look.
+const FIRST_LOOK: Duration = Duration::from_secs(5);
+
+/// What is known of a pool; what could not be measured is absent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PoolStatus {
+    /// From the marker file.
+    pub uid: Option<String>,
+    /// Why it cannot be used; absent when it can.
+    pub problem: Option<String>,
+    pub capacity: Option<Bytes>,
+    pub free: Option<Bytes>,
+}
+
+impl PoolStatus {
+    fn unknown() -> Self {
+        let problem = Some("the pool's file system does not answer".to_owned());
+        Self { uid: None, problem, capacity: None, free: None }
+    }
+
+    pub fn is_available(&self) -> bool {
+        self.problem.is_none()
+    }
+}
+
+/// The newest status of one pool. The thread ends when this is dropped.
+pub struct StatusWatch {
+    newest: watch::Receiver<(BootTime, PoolStatus)>,
+    again: Sender<()>,
+}
+
+impl StatusWatch {
+    pub fn start(id: PoolId, path: PathBuf, node: NodeId) -> std::io::Result<Self> {
+        let (sender, newest) = watch::channel((BootTime::now(), PoolStatus::unknown()));
+        let (again, wanted) = channel();
+        let (first, looked) = channel::<()>();
+        thread::Builder::new().name(format!("pool-{id}")).spawn(move || {
+            let mut uid = None;
+            let mut first = Some(first);
+            loop {
+                let status = look(&path, &id, &node, &mut uid);
+                sender.send_replace((BootTime::now(), status));
+                first.take();
+                if !wait(&wanted) {
+                    return;
+                }
+            }
+        })?;
+        // Either way the sender is gone: looked, or the time is over.
+        let _ = looked.recv_timeout(FIRST_LOOK);
+        Ok(Self { newest, again })
+    }
+
+    pub fn get(&self) -> PoolStatus {
+        let (at, mut status) = self.newest.borrow().clone();
+        if BootTime::now().since(at) > STALE_AFTER {
+            status.problem = PoolStatus::unknown().problem;
+            status.free = None;
+        }
+        status
+    }
+
+    /// Asks for a fresh look; the answer comes when the file system gives it.
+    pub fn look_again(&self) {
+        // Fails only when the thread has ended with its process.
+        let _ = self.again.send(());
+    }
+}
+
+/// Until the next look; `false` when nobody is interested any more.
+fn wait(wanted: &Receiver<()>) -> bool {
+    match wanted.recv_timeout(EVERY) {
+        Ok(()) | Err(RecvTimeoutError::Timeout) => {
+            while wanted.try_recv().is_ok() {}
+            true
+        }
+        Err(RecvTimeoutError::Disconnected) => false,
+    }
+}
+
+fn look(path: &Path, id: &PoolId, node: &NodeId, pinned: &mut Option<String>) -> PoolStatus {
+    let marker = match marker::read(path, id) {
+        Ok(marker) => marker,
+        Err(error) => {
+            return PoolStatus { uid: None, problem: Some(error.to_string()), capacity: None, free: None };
+        }
+    };
+    // The identity of a pool does not change under a running daemon.
+    let pinned = pinned.get_or_insert_with(|| marker.uid.clone());
+    let mut problem = (*pinned != marker.uid).then(|| {
+        let (expected, found) = (pinned.clone(), marker.uid.clone());
+        marker::MarkerError::OtherUid { path: path.to_owned(), expected, found }.to_string()
+    });
+    if problem.is_none() {
+        problem = super::sign_in(path, node).err().map(|error| format!("failed to write to the pool: {error}"));
+    }
+    match image::space(path) {
+        Ok((free, capacity)) => {
+            PoolStatus { uid: Some(marker.uid), problem, capacity: Some(capacity), free: Some(free) }
+        }
+        Err(error) => PoolStatus {
+            uid: Some(marker.uid),
+            problem: Some(problem.unwrap_or_else(|| format!("the free space is unknown: {error}"))),
+            capacity: None,
+            free: None,
+        },
+    }
+}

@@ -1,0 +1,207 @@
+//! The journal of one Instance: records one after the other, each with length and checksum.
+
+use std::{
+    collections::VecDeque,
+    fs::{self, File, OpenOptions},
+    io::{self, Seek as _, SeekFrom, Write as _},
+    os::unix::fs::OpenOptionsExt as _,
+    path::{Path, PathBuf},
+};
+
+use kibo_protocol::v1::{InstanceEvent, instance_event::Kind};
+use prost::Message as _;
+
+use super::SpoolError;
+use crate::durable;
+
+/// Length and CRC-32 of what follows, both little endian.
+const HEADER: usize = 8;
+/// No event comes near; a longer length is a torn or damaged record.
+const MAX_RECORD: usize = 1 << 20;
+/// Size from which on a journal without pending events is written anew.
+const COMPACT_ABOVE: u64 = 64 << 10;
+
+const EVENT: u8 = 1;
+/// Everything up to this number is acknowledged; at the head of a compacted journal also the last number used.
+const ACKED: u8 = 2;
+/// Whose journal it is, for one that holds no event any more.
+const WORKSPACE: u8 = 3;
+
+pub struct Journal {
+    path: PathBuf,
+    file: File,
+    /// What is written and checked; everything beyond is the rest of a failed write.
+    len: u64,
+    workspace_uid: String,
+    last_seq: u64,
+    ended: bool,
+    pending: VecDeque<InstanceEvent>,
+}
+
+fn frame(kind: u8, content: &[u8]) -> Vec<u8> {
+    let mut crc = crc32fast::Hasher::new();
+    crc.update(&[kind]);
+    crc.update(content);
+    let length = u32::try_from(content.len() + 1).unwrap_or(u32::MAX);
+    let mut bytes = Vec::with_capacity(HEADER + 1 + content.len());
+    bytes.extend_from_slice(&length.to_le_bytes());
+    bytes.extend_from_slice(&crc.finalize().to_le_bytes());
+    bytes.push(kind);
+    bytes.extend_from_slice(content);
+    bytes
+}
+
+/// The first whole record, and how long it is.
+fn first_record(bytes: &[u8]) -> Option<(u8, &[u8], usize)> {
+    let number = |at: usize| Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
+    let length = usize::try_from(number(0)?).ok().filter(|length| (1..=MAX_RECORD).contains(length))?;
+    let body = bytes.get(HEADER..HEADER + length)?;
+    (crc32fast::hash(body) == number(4)?).then(|| (body[0], &body[1..], HEADER + length))
+}
+
+impl Journal {
+    fn error(&self, action: &'static str) -> impl FnOnce(io::Error) -> SpoolError + use<> {
+        let path = self.path.clone();
+        move |source| SpoolError::Io { action, path, source }
+    }
+
+    /// A new journal; the caller makes its directory entry durable.
+    pub fn create(path: &Path) -> Result<Self, SpoolError> {
+        let file = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path);
+        let file = file.map_err(|source| SpoolError::Io { action: "make", path: path.to_owned(), source })?;
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+            len: 0,
+            workspace_uid: String::new(),
+            last_seq: 0,
+            ended: false,
+            pending: VecDeque::new(),
+        })
+    }
+
+    /// Reads a journal and cuts off what a crash left of an unfinished write.
+    pub fn load(path: &Path) -> Result<Self, SpoolError> {
+        let failed = |action| move |source| SpoolError::Io { action, path: path.to_owned(), source };
+        let bytes = fs::read(path).map_err(failed("read"))?;
+        let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed("open"))?;
+        let mut journal = Self {
+            path: path.to_owned(),
+            file,
+            len: 0,
+            workspace_uid: String::new(),
+            last_seq: 0,
+            ended: false,
+            pending: VecDeque::new(),
+        };
+        let mut rest = bytes.as_slice();
+        while let Some((kind, content, length)) = first_record(rest) {
+            journal.replay(kind, content)?;
+            journal.len += length as u64;
+            rest = &rest[length..];
+        }
+        if !rest.is_empty() {
+            tracing::warn!(path = %path.display(), bytes = rest.len(), "cut off an unfinished event record");
+            journal.file.set_len(journal.len).map_err(failed("cut"))?;
+            journal.file.sync_all().map_err(failed("sync"))?;
+        }
+        Ok(journal)
+    }
+
+    fn replay(&mut self, kind: u8, content: &[u8]) -> Result<(), SpoolError> {
+        let damaged = |problem| SpoolError::Damaged { path: self.path.clone(), problem };
+        match kind {
+            EVENT => {
+                let event = InstanceEvent::decode(content).map_err(|_| damaged("an event cannot be decoded"))?;
+                if event.seq != self.last_seq + 1 {
+                    return Err(damaged("an event is missing"));
+                }
+                self.note(event);
+            }
+            ACKED => {
+                let seq = content.try_into().map(u64::from_le_bytes).map_err(|_| damaged("an ack has no number"))?;
+                self.last_seq = self.last_seq.max(seq);
+                self.pending.retain(|event| event.seq > seq);
+            }
+            WORKSPACE => self.workspace_uid = String::from_utf8_lossy(content).into_owned(),
+            // Written by a newer daemon: nothing that this one needs.
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn note(&mut self, event: InstanceEvent) {
+        self.last_seq = event.seq;
+        self.ended |= matches!(event.kind, Some(Kind::Ended(_)));
+        self.workspace_uid.clone_from(&event.workspace_uid);
+        self.pending.push_back(event);
+    }
+
+    /// Writes at the end of what is known to be good, over the rest of a failed write.
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.file.seek(SeekFrom::Start(self.len))?;
+        self.file.write_all(bytes)
+    }
+
+    /// Durable when it returns. On an error the journal is as before.
+    pub fn append(&mut self, event: InstanceEvent) -> Result<(), SpoolError> {
+        let bytes = frame(EVENT, &event.encode_to_vec());
+        if let Err(error) = self.write(&bytes).and_then(|()| self.file.sync_data()) {
+            // A whole record that was reported as failed must not come back after a restart.
+            let cut = self.file.set_len(self.len).and_then(|()| self.file.sync_data());
+            if let Err(error) = cut {
+                tracing::error!(path = %self.path.display(), %error, "failed to cut off a failed event record");
+            }
+            return Err(self.error("write to")(error));
+        }
+        self.len += bytes.len() as u64;
+        self.note(event);
+        Ok(())
+    }
+
+    pub fn ack(&mut self, seq: u64) -> Result<(), SpoolError> {
+        let seq = seq.min(self.last_seq);
+        let before = self.pending.len();
+        self.pending.retain(|event| event.seq > seq);
+        if self.pending.len() == before || self.is_finished() {
+            return Ok(());
+        }
+        if self.pending.is_empty() && self.len > COMPACT_ABOVE {
+            return self.compact();
+        }
+        let bytes = frame(ACKED, &seq.to_le_bytes());
+        self.write(&bytes).map_err(self.error("write to"))?;
+        self.len += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn compact(&mut self) -> Result<(), SpoolError> {
+        let mut bytes = frame(WORKSPACE, self.workspace_uid.as_bytes());
+        bytes.extend(frame(ACKED, &self.last_seq.to_le_bytes()));
+        durable::replace(&self.path, &bytes).map_err(self.error("compact"))?;
+        self.file = OpenOptions::new().read(true).write(true).open(&self.path).map_err(self.error("open"))?;
+        self.len = bytes.len() as u64;
+        Ok(())
+    }
+
+    pub fn pending(&self) -> &VecDeque<InstanceEvent> {
+        &self.pending
+    }
+
+    pub fn last_seq(&self) -> u64 {
+        self.last_seq
+    }
+
+    pub fn workspace_uid(&self) -> &str {
+        &self.workspace_uid
+    }
+
+    pub fn has_ended(&self) -> bool {
+        self.ended
+    }
+
+    /// Ended, and everything acknowledged.
+    pub fn is_finished(&self) -> bool {
+        self.ended && self.pending.is_empty()
+    }
+}

@@ -1,0 +1,169 @@
+//! Events of Instances, kept on disk until the operator has acknowledged them.
+//!
+//! One journal for each Instance. An event is durable when [`EventSpool::append`] returns, its
+//! number is never used again, and a crash in the middle of a write loses at most the event that
+//! was never reported as written. The journal goes when the last event of its Instance, an Ended,
+//! is acknowledged.
+//!
+//! The bound: an Instance keeps at most [`MAX_PENDING`] unacknowledged events of the kinds that a
+//! guest can cause again and again (responsiveness, entrypoint exits); further ones are refused and
+//! get no number. ObjectsTaken, Available and Ended come at most once each and always fit.
+
+mod journal;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::BTreeMap,
+    fs, io,
+    path::{Path, PathBuf},
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use kibo_crds::InstanceId;
+use kibo_protocol::v1::{self, instance_event::Kind};
+use tokio::sync::watch;
+
+use journal::Journal;
+
+use crate::{clock, durable};
+
+/// Unacknowledged events of one Instance beyond which only the essential ones are kept.
+pub const MAX_PENDING: usize = 256;
+
+const SUFFIX: &str = ".events";
+
+#[derive(Debug, thiserror::Error)]
+pub enum SpoolError {
+    #[error("failed to {action} the event journal {path}: {source}")]
+    Io { action: &'static str, path: PathBuf, source: io::Error },
+    #[error("the event journal {path} is damaged: {problem}; move it away to go on without its events")]
+    Damaged { path: PathBuf, problem: &'static str },
+    #[error("{instance} has {MAX_PENDING} events that the operator has not acknowledged; this one is dropped")]
+    Full { instance: InstanceId },
+    #[error("{instance} has ended already: no event comes after that")]
+    Ended { instance: InstanceId },
+}
+
+/// All journals. Calls that write wait for the disk: a few milliseconds on a healthy one.
+pub struct EventSpool {
+    dir: PathBuf,
+    journals: Mutex<BTreeMap<InstanceId, Journal>>,
+    changed: watch::Sender<u64>,
+}
+
+impl EventSpool {
+    /// Reads what an earlier daemon left; makes the directory when it is missing.
+    pub fn open(dir: &Path) -> Result<Self, SpoolError> {
+        let failed = |action| move |source| SpoolError::Io { action, path: dir.to_owned(), source };
+        fs::create_dir_all(dir).map_err(failed("make the directory of"))?;
+        let mut journals = BTreeMap::new();
+        for entry in fs::read_dir(dir).map_err(failed("list"))? {
+            let path = entry.map_err(failed("list"))?.path();
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            let Some(instance) = name.strip_suffix(SUFFIX).and_then(|id| id.parse().ok()) else { continue };
+            let journal = Journal::load(&path)?;
+            // Killed between the last acknowledgement and the removal.
+            if journal.is_finished() {
+                fs::remove_file(&path).map_err(failed("remove a finished journal in"))?;
+            } else {
+                journals.insert(instance, journal);
+            }
+        }
+        Ok(Self { dir: dir.to_owned(), journals: Mutex::new(journals), changed: watch::Sender::new(0) })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<InstanceId, Journal>> {
+        // A journal is consistent at every point where a panic could happen.
+        self.journals.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Stores an event and gives its number, the next of its Instance.
+    ///
+    /// On an I/O error nothing was stored and the number stays free: call again later.
+    pub fn append(&self, instance: InstanceId, workspace_uid: &str, kind: Kind) -> Result<u64, SpoolError> {
+        let mut journals = self.lock();
+        if let Some(journal) = journals.get(&instance) {
+            if journal.has_ended() {
+                return Err(SpoolError::Ended { instance });
+            }
+            if !is_essential(&kind) && journal.pending().len() >= MAX_PENDING {
+                return Err(SpoolError::Full { instance });
+            }
+        } else {
+            let path = self.dir.join(format!("{instance}{SUFFIX}"));
+            let journal = Journal::create(&path)?;
+            durable::sync_dir(&self.dir).map_err(|source| SpoolError::Io { action: "sync", path, source })?;
+            journals.insert(instance, journal);
+        }
+        let Some(journal) = journals.get_mut(&instance) else { unreachable!("it was there or has just been inserted") };
+        let seq = journal.last_seq() + 1;
+        journal.append(v1::InstanceEvent {
+            instance_id: instance.to_string(),
+            workspace_uid: workspace_uid.to_owned(),
+            seq,
+            unix_nanos: clock::unix_nanos(),
+            kind: Some(kind),
+        })?;
+        drop(journals);
+        self.changed.send_modify(|count| *count += 1);
+        Ok(seq)
+    }
+
+    /// Drops the events of an Instance up to `seq`, which the operator has stored the effects of.
+    /// An acknowledgement that a crash forgets only sends an event twice, so it need not be durable.
+    pub fn ack(&self, instance: InstanceId, seq: u64) {
+        let mut journals = self.lock();
+        let Some(journal) = journals.get_mut(&instance) else { return };
+        if let Err(error) = journal.ack(seq) {
+            tracing::warn!(%instance, %error, "failed to note an acknowledgement; its events will be sent again");
+        }
+        if journal.is_finished() {
+            let path = self.dir.join(format!("{instance}{SUFFIX}"));
+            if let Err(error) = fs::remove_file(&path) {
+                tracing::warn!(path = %path.display(), %error, "failed to remove a finished event journal");
+            }
+            journals.remove(&instance);
+        }
+        drop(journals);
+        self.changed.send_modify(|count| *count += 1);
+    }
+
+    /// Every event that waits for its acknowledgement; those of one Instance in their order.
+    pub fn unacked(&self) -> Vec<v1::InstanceEvent> {
+        let mut events: Vec<_> = self.lock().values().flat_map(|journal| journal.pending().iter().cloned()).collect();
+        events.sort_by(|a, b| {
+            if a.instance_id == b.instance_id { a.seq.cmp(&b.seq) } else { a.unix_nanos.cmp(&b.unix_nanos) }
+        });
+        events
+    }
+
+    /// Number of the last event made for an Instance; 0 when none is known.
+    pub fn last_seq(&self, instance: InstanceId) -> u64 {
+        self.lock().get(&instance).map_or(0, Journal::last_seq)
+    }
+
+    /// Whether the last event of this Instance is recorded and waits for its acknowledgement.
+    pub fn has_ended(&self, instance: InstanceId) -> bool {
+        self.lock().get(&instance).is_some_and(Journal::has_ended)
+    }
+
+    /// Instances that have ended and whose last events are not acknowledged, with their Workspaces' uids.
+    pub fn ended(&self) -> Vec<(InstanceId, String)> {
+        let journals = self.lock();
+        let ended = journals.iter().filter(|(_, journal)| journal.has_ended());
+        ended.map(|(id, journal)| (*id, journal.workspace_uid().to_owned())).collect()
+    }
+
+    /// Changes whenever an event came or was acknowledged.
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.changed.subscribe()
+    }
+}
+
+fn is_essential(kind: &Kind) -> bool {
+    match kind {
+        Kind::ObjectsTaken(_) | Kind::Available(_) | Kind::Ended(_) => true,
+        Kind::GuestUnresponsive(_) | Kind::GuestResponsive(_) | Kind::EntrypointExited(_) => false,
+    }
+}

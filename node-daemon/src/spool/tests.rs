@@ -1,0 +1,148 @@
+use proptest::prelude::*;
+
+use super::*;
+
+const WORKSPACE: &str = "6f9619ff-8b86-d011-b42d-00c04fc964ff";
+
+fn taken() -> Kind {
+    Kind::ObjectsTaken(v1::ObjectsTaken::default())
+}
+
+fn ended() -> Kind {
+    Kind::Ended(v1::Ended { reason: v1::EndReason::Stopped.into(), ..Default::default() })
+}
+
+fn exited() -> Kind {
+    Kind::EntrypointExited(v1::EntrypointExited { code: Some(1), ..Default::default() })
+}
+
+fn seqs(spool: &EventSpool) -> Vec<u64> {
+    spool.unacked().iter().map(|event| event.seq).collect()
+}
+
+#[test]
+fn events_are_numbered_and_found_again_after_a_restart() {
+    let dir = tempfile::tempdir().unwrap();
+    let instance = InstanceId::generate();
+    let spool = EventSpool::open(dir.path()).unwrap();
+    assert_eq!(spool.append(instance, WORKSPACE, taken()).unwrap(), 1);
+    assert_eq!(spool.append(instance, WORKSPACE, exited()).unwrap(), 2);
+    let before = spool.unacked();
+    drop(spool);
+    let spool = EventSpool::open(dir.path()).unwrap();
+    assert_eq!(spool.unacked(), before);
+    assert_eq!(spool.append(instance, WORKSPACE, exited()).unwrap(), 3);
+}
+
+#[test]
+fn what_is_acked_does_not_come_back_and_numbers_go_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let instance = InstanceId::generate();
+    let spool = EventSpool::open(dir.path()).unwrap();
+    for _ in 0..3 {
+        spool.append(instance, WORKSPACE, exited()).unwrap();
+    }
+    spool.ack(instance, 2);
+    assert_eq!(seqs(&spool), [3]);
+    spool.ack(instance, 3);
+    drop(spool);
+    let spool = EventSpool::open(dir.path()).unwrap();
+    assert!(seqs(&spool).is_empty());
+    assert_eq!(spool.append(instance, WORKSPACE, ended()).unwrap(), 4);
+    assert_eq!(spool.ended(), [(instance, WORKSPACE.to_owned())]);
+}
+
+#[test]
+fn the_journal_goes_when_the_end_is_acked() {
+    let dir = tempfile::tempdir().unwrap();
+    let instance = InstanceId::generate();
+    let spool = EventSpool::open(dir.path()).unwrap();
+    spool.append(instance, WORKSPACE, ended()).unwrap();
+    assert!(matches!(spool.append(instance, WORKSPACE, ended()), Err(SpoolError::Ended { .. })));
+    assert!(spool.has_ended(instance));
+    spool.ack(instance, 1);
+    assert!(!spool.has_ended(instance));
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn at_the_bound_only_what_a_guest_can_repeat_is_dropped() {
+    let dir = tempfile::tempdir().unwrap();
+    let instance = InstanceId::generate();
+    let spool = EventSpool::open(dir.path()).unwrap();
+    for _ in 0..MAX_PENDING {
+        spool.append(instance, WORKSPACE, exited()).unwrap();
+    }
+    assert!(matches!(spool.append(instance, WORKSPACE, exited()), Err(SpoolError::Full { .. })));
+    assert_eq!(spool.append(instance, WORKSPACE, ended()).unwrap(), MAX_PENDING as u64 + 1);
+}
+
+#[test]
+fn a_long_journal_is_written_anew_and_keeps_its_numbers() {
+    let dir = tempfile::tempdir().unwrap();
+    let instance = InstanceId::generate();
+    let spool = EventSpool::open(dir.path()).unwrap();
+    let message = "m".repeat(40 << 10);
+    for _ in 0..2 {
+        let kind = Kind::Available(v1::Available { guest_boot_id: message.clone() });
+        let seq = spool.append(instance, WORKSPACE, kind).unwrap();
+        spool.ack(instance, seq);
+    }
+    let path = dir.path().join(format!("{instance}{SUFFIX}"));
+    assert!(fs::metadata(&path).unwrap().len() < 200);
+    assert_eq!(spool.append(instance, WORKSPACE, exited()).unwrap(), 3);
+    drop(spool);
+    let spool = EventSpool::open(dir.path()).unwrap();
+    assert_eq!(seqs(&spool), [3]);
+}
+
+#[test]
+fn acks_wake_whoever_waits() {
+    let dir = tempfile::tempdir().unwrap();
+    let instance = InstanceId::generate();
+    let spool = EventSpool::open(dir.path()).unwrap();
+    let changes = spool.changes();
+    spool.append(instance, WORKSPACE, taken()).unwrap();
+    assert!(changes.has_changed().unwrap());
+}
+
+proptest! {
+    /// Killed at any byte of a write: every event that was reported as written is there, in order.
+    #[test]
+    fn a_torn_tail_loses_only_what_was_not_reported(events in 1usize..6, cut in 0usize..400) {
+        let dir = tempfile::tempdir().unwrap();
+        let instance = InstanceId::generate();
+        let path = dir.path().join(format!("{instance}{SUFFIX}"));
+        let spool = EventSpool::open(dir.path()).unwrap();
+        let mut lengths = vec![0];
+        for _ in 0..events {
+            spool.append(instance, WORKSPACE, exited()).unwrap();
+            lengths.push(usize::try_from(fs::metadata(&path).unwrap().len()).unwrap());
+        }
+        drop(spool);
+        let bytes = fs::read(&path).unwrap();
+        let cut = cut.min(bytes.len());
+        fs::write(&path, &bytes[..cut]).unwrap();
+        let whole = lengths.iter().filter(|length| **length <= cut).count() - 1;
+        let spool = EventSpool::open(dir.path()).unwrap();
+        prop_assert_eq!(seqs(&spool), (1..=whole as u64).collect::<Vec<_>>());
+        prop_assert_eq!(spool.append(instance, WORKSPACE, exited()).unwrap(), whole as u64 + 1);
+    }
+
+    /// Rubbish behind the last record, as a lost write of a file system leaves it, is cut off.
+    #[test]
+    fn rubbish_at_the_end_is_cut_off(rubbish in proptest::collection::vec(any::<u8>(), 1..64)) {
+        let dir = tempfile::tempdir().unwrap();
+        let instance = InstanceId::generate();
+        let path = dir.path().join(format!("{instance}{SUFFIX}"));
+        EventSpool::open(dir.path()).unwrap().append(instance, WORKSPACE, taken()).unwrap();
+        let mut bytes = fs::read(&path).unwrap();
+        bytes.extend(rubbish);
+        fs::write(&path, bytes).unwrap();
+        let spool = EventSpool::open(dir.path()).unwrap();
+        prop_assert_eq!(seqs(&spool), [1]);
+        spool.append(instance, WORKSPACE, exited()).unwrap();
+        drop(spool);
+        prop_assert_eq!(seqs(&EventSpool::open(dir.path()).unwrap()), [1, 2]);
+    }
+}
