@@ -3,9 +3,11 @@
 //! One replica leads (module [`leader`]) and only that one acts. Each room decides in pure functions
 //! over what was observed, and applies the decision in a thin shell.
 
+pub mod api;
 pub mod context;
 pub mod guarded;
 pub mod node;
 pub mod placement;
 pub mod session;
 pub mod storage_pool;
+pub mod streams;

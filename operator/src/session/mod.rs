@@ -1,7 +1,7 @@
 //! Control sessions: opened by the nodes, held by the leader.
 
 pub mod hooks;
-mod live;
+pub(crate) mod live;
 mod registry;
 
 pub use live::{Capacity, DeclaredPool, Settings};

@@ -1,0 +1,171 @@
+//! Failures of the API, answered as `Status` objects, which every Kubernetes client understands.
+
+use axum::{
+    Json,
+    http::StatusCode,
+    response::{IntoResponse, Response},
+};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Status, StatusCause, StatusDetails};
+use kibo_crds::{NodeId, workspace::WorkspacePhase};
+
+use super::{discovery::GROUP, request::Subresource};
+use crate::streams::OpenError;
+
+/// Why a request is not carried out.
+#[derive(Debug, thiserror::Error)]
+pub enum ApiError {
+    #[error("the request did not come through the Kubernetes API server: {0}")]
+    Unauthenticated(&'static str),
+    #[error("workspaces.{GROUP} {name:?} is forbidden: User {user:?} cannot {verb} resource \"{subresource}\" in API group {GROUP:?} in the namespace {namespace:?}{why}", subresource = .subresource.resource())]
+    Forbidden {
+        user: String,
+        verb: &'static str,
+        subresource: Subresource,
+        namespace: String,
+        name: String,
+        why: String,
+    },
+    #[error("workspaces.kibotos.dev {name:?} not found in the namespace {namespace:?}")]
+    NoWorkspace { namespace: String, name: String },
+    #[error("no such path: this API serves workspaces/exec and workspaces/log in {GROUP}")]
+    NoPath,
+    #[error("{0}")]
+    BadRequest(String),
+    #[error("{0}")]
+    Method(&'static str),
+    #[error("Workspace {name:?} is {}: {advice}", phase_word(*.phase))]
+    NotRunning { name: String, phase: Option<WorkspacePhase>, advice: String },
+    #[error("Workspace {name:?}: node {node} refused: {message}")]
+    Refused { name: String, node: NodeId, message: String },
+    #[error("{0}: try again")]
+    Unavailable(String),
+    #[error("{what} failed: {source}")]
+    Kubernetes { what: &'static str, source: Box<kube::Error> },
+}
+
+fn phase_word(phase: Option<WorkspacePhase>) -> String {
+    phase.map_or_else(|| "not seen by the operator yet".to_owned(), |phase| format!("{phase:?}"))
+}
+
+impl ApiError {
+    /// A call to the Kubernetes API that failed while a request was served.
+    pub fn kubernetes(what: &'static str, source: kube::Error) -> Self {
+        Self::Kubernetes { what, source: Box::new(source) }
+    }
+
+    /// A stream that the node did not give.
+    pub fn of_stream(name: &str, node: NodeId, error: OpenError) -> Self {
+        match error {
+            OpenError::Refused { message, .. } => Self::Refused { name: name.to_owned(), node, message },
+            error => Self::Unavailable(error.to_string()),
+        }
+    }
+
+    fn code(&self) -> StatusCode {
+        match self {
+            Self::Unauthenticated(_) => StatusCode::UNAUTHORIZED,
+            Self::Forbidden { .. } => StatusCode::FORBIDDEN,
+            Self::NoWorkspace { .. } | Self::NoPath => StatusCode::NOT_FOUND,
+            Self::BadRequest(_) => StatusCode::BAD_REQUEST,
+            Self::Method(_) => StatusCode::METHOD_NOT_ALLOWED,
+            Self::NotRunning { .. } | Self::Refused { .. } => StatusCode::CONFLICT,
+            Self::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Kubernetes { .. } => StatusCode::INTERNAL_SERVER_ERROR,
+        }
+    }
+
+    fn reason(&self) -> &'static str {
+        match self {
+            Self::Unauthenticated(_) => "Unauthorized",
+            Self::Forbidden { .. } => "Forbidden",
+            Self::NoWorkspace { .. } | Self::NoPath => "NotFound",
+            Self::BadRequest(_) => "BadRequest",
+            Self::Method(_) => "MethodNotAllowed",
+            Self::NotRunning { .. } | Self::Refused { .. } => "Conflict",
+            Self::Unavailable(_) => "ServiceUnavailable",
+            Self::Kubernetes { .. } => "InternalError",
+        }
+    }
+
+    /// What a program can go by where the code alone is not enough.
+    fn details(&self) -> Option<StatusDetails> {
+        let (name, cause) = match self {
+            Self::NotRunning { name, .. } => (name, Some(("WorkspaceNotRunning", Some("status.phase")))),
+            Self::Refused { name, .. } => (name, Some(("NodeRefused", None))),
+            Self::NoWorkspace { name, .. } | Self::Forbidden { name, .. } => (name, None),
+            _ => return None,
+        };
+        let causes = cause.map(|(reason, field)| {
+            vec![StatusCause {
+                reason: Some(reason.to_owned()),
+                message: Some(self.to_string()),
+                field: field.map(str::to_owned),
+            }]
+        });
+        Some(StatusDetails {
+            name: Some(name.clone()),
+            group: Some(kibo_crds::GROUP.to_owned()),
+            kind: Some("workspaces".to_owned()),
+            causes,
+            ..StatusDetails::default()
+        })
+    }
+
+    pub fn to_status(&self) -> Status {
+        Status {
+            status: Some("Failure".to_owned()),
+            message: Some(self.to_string()),
+            reason: Some(self.reason().to_owned()),
+            code: Some(i32::from(self.code().as_u16())),
+            details: self.details(),
+            ..Status::default()
+        }
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        match &self {
+            Self::Kubernetes { .. } => tracing::warn!(error = %self, "request not served"),
+            error => tracing::debug!(%error, "request refused"),
+        }
+        (self.code(), Json(self.to_status())).into_response()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_workspace_that_does_not_run_says_its_phase_and_what_to_do() {
+        let error = ApiError::NotRunning {
+            name: "dev".to_owned(),
+            phase: Some(WorkspacePhase::Stopped),
+            advice: "start it first".to_owned(),
+        };
+        let status = error.to_status();
+        assert_eq!((status.code, status.reason.as_deref()), (Some(409), Some("Conflict")));
+        assert_eq!(status.message.as_deref(), Some("Workspace \"dev\" is Stopped: start it first"));
+        let cause = &status.details.unwrap().causes.unwrap()[0];
+        assert_eq!(cause.reason.as_deref(), Some("WorkspaceNotRunning"));
+    }
+
+    #[test]
+    fn a_refusal_of_rights_names_user_verb_and_resource() {
+        let error = ApiError::Forbidden {
+            user: "jane".to_owned(),
+            verb: "create",
+            subresource: Subresource::Exec,
+            namespace: "team".to_owned(),
+            name: "dev".to_owned(),
+            why: String::new(),
+        };
+        let status = error.to_status();
+        assert_eq!(status.code, Some(403));
+        let message = status.message.unwrap();
+        for part in ["\"jane\"", "create", "workspaces/exec", "\"team\"", "\"dev\""] {
+            assert!(message.contains(part), "{message}");
+        }
+    }
+}
