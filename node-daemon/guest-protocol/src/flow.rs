@@ -10,11 +10,16 @@ pub struct SendWindow(u32);
 
 impl Default for SendWindow {
     fn default() -> Self {
-        Self(INITIAL)
+        Self::initial()
     }
 }
 
 impl SendWindow {
+    /// The window that a stream starts with.
+    pub const fn initial() -> Self {
+        Self(INITIAL)
+    }
+
     /// How many bytes may be sent now.
     pub const fn available(&self) -> usize {
         self.0 as usize

@@ -1,0 +1,593 @@
+//! The loop that ties all together: one thread, one poll, no state that two could change.
+//!
+//! What may take long (configuring, syncing) runs on threads that send their result back.
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use kibo_guest_protocol::GuestEvent;
+use kibo_guest_protocol::v1::{
+    self, ConfigureStage, Failure, Output, StartFailureReason, guest_state, host_message::Kind,
+};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, wait};
+
+use crate::configure::{self, Workspace};
+use crate::port::{HUNG_UP_PAUSE, Port};
+use crate::power::{self, Act, Observed, Stage};
+use crate::request::{Entrypoint as EntrypointSpec, Request, failure};
+use crate::wake::Wake;
+use crate::workload::entrypoint::{self, Entrypoint};
+use crate::workload::exec::{self, Streams};
+use crate::workload::{end_of, log::Log, start_failure};
+
+pub struct Agent {
+    port: Port,
+    wake: Wake,
+    results: (Sender<Done>, Receiver<Done>),
+    phase: Phase,
+    log: Log,
+    streams: Streams,
+    /// Set once the way down has begun; there is no way back.
+    down: Option<Stage>,
+    boot_id: String,
+}
+
+/// What the guest is.
+enum Phase {
+    Unconfigured,
+    Configuring {
+        instance_id: String,
+    },
+    Ready(Box<Ready>),
+    Failed {
+        instance_id: String,
+        failure: Failure,
+    },
+}
+
+struct Ready {
+    instance_id: String,
+    workspace: Workspace,
+    entrypoint: Option<Entrypoint>,
+    /// Descriptors of their own for each sync, so that one that hangs holds up no other.
+    syncs: Arc<Vec<(String, OwnedFd)>>,
+}
+
+/// What a thread says when it is through.
+enum Done {
+    Configured {
+        instance_id: String,
+        entrypoint: Option<EntrypointSpec>,
+        result: Result<Workspace, Failure>,
+    },
+    Synced {
+        id: u64,
+        error: String,
+    },
+}
+
+/// Who a polled descriptor belongs to.
+#[derive(Clone, Copy)]
+enum Source {
+    Wake,
+    Port,
+    Log(Output),
+    Exec(u32, exec::End),
+}
+
+impl Agent {
+    pub fn new(port: Port) -> io::Result<Self> {
+        Ok(Self {
+            port,
+            wake: Wake::new()?,
+            results: channel(),
+            phase: Phase::Unconfigured,
+            log: Log::default(),
+            streams: Streams::default(),
+            down: None,
+            boot_id: String::new(),
+        })
+    }
+
+    pub fn run(mut self) -> ! {
+        loop {
+            self.tick(Instant::now());
+            self.send_log();
+            self.port.flush();
+            for (source, flags) in self.wait() {
+                self.serve(source, flags);
+            }
+        }
+    }
+
+    /// Waits until somebody has something; says who.
+    fn wait(&self) -> Vec<(Source, PollFlags)> {
+        let interests = self.interests();
+        let mut fds: Vec<_> = interests
+            .iter()
+            .map(|(_, fd, flags)| PollFd::from_borrowed_fd(*fd, *flags))
+            .collect();
+        let timeout = self.timeout(Instant::now());
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => {
+                eprintln!("kibo-guest-agent: failed to poll: {errno}");
+                thread::sleep(HUNG_UP_PAUSE);
+            }
+        }
+        let ready = interests
+            .iter()
+            .zip(&fds)
+            .map(|((source, ..), fd)| (*source, fd.revents()));
+        ready.filter(|(_, flags)| !flags.is_empty()).collect()
+    }
+
+    fn interests(&self) -> Vec<(Source, BorrowedFd<'_>, PollFlags)> {
+        let mut interests = vec![(Source::Wake, self.wake.as_fd(), PollFlags::IN)];
+        interests.extend(
+            self.port
+                .interest()
+                .map(|(fd, flags)| (Source::Port, fd, flags)),
+        );
+        if let Some(entrypoint) = self.phase.entrypoint()
+            && self.log.room() > 0
+        {
+            let outputs = entrypoint.outputs();
+            interests.extend(
+                outputs.map(|(output, fd)| (Source::Log(output), fd.as_fd(), PollFlags::IN)),
+            );
+        }
+        interests.extend(
+            self.streams
+                .interests(!self.port.is_crowded())
+                .map(|(id, end, fd)| {
+                    let flags = if end == exec::End::Stdin {
+                        PollFlags::OUT
+                    } else {
+                        PollFlags::IN
+                    };
+                    (Source::Exec(id, end), fd.as_fd(), flags)
+                }),
+        );
+        interests
+    }
+
+    /// Until the next thing that happens by itself; `None` when nothing does.
+    fn timeout(&self, now: Instant) -> Option<Timespec> {
+        let look = self.port.is_hung_up().then(|| now + HUNG_UP_PAUSE);
+        let restart = self.phase.entrypoint().and_then(Entrypoint::deadline);
+        let down = self.down.and_then(Stage::deadline);
+        let next = [look, restart, down, self.streams.deadline()]
+            .into_iter()
+            .flatten()
+            .min()?;
+        // A millisecond more than needed beats waking up just before it and finding nothing to do.
+        let left = next.saturating_duration_since(now) + Duration::from_millis(1);
+        Timespec::try_from(left).ok()
+    }
+
+    fn serve(&mut self, source: Source, flags: PollFlags) {
+        match source {
+            Source::Wake => {
+                self.wake.clear();
+                while let Ok(done) = self.results.1.try_recv() {
+                    self.finish(done);
+                }
+            }
+            Source::Port => self.serve_port(flags),
+            Source::Log(output) => {
+                if let Some(entrypoint) = self.phase.entrypoint()
+                    && self.log.room() > 0
+                    && let Some(data) = entrypoint.read(output, self.log.room())
+                {
+                    self.log.push(output, data, unix_nanos());
+                }
+            }
+            Source::Exec(id, end) => {
+                self.streams
+                    .ready(id, end, Instant::now(), &mut self.port.connection);
+            }
+        }
+    }
+
+    fn serve_port(&mut self, flags: PollFlags) {
+        if !flags.intersects(PollFlags::IN | PollFlags::HUP | PollFlags::ERR) {
+            return;
+        }
+        if self.port.read() {
+            self.streams.kill_all();
+        }
+        while let Some(event) = self.port.connection.next_event() {
+            match event {
+                GuestEvent::Connected(hello) => {
+                    self.streams.kill_all();
+                    self.log.rewind(hello.log_offset);
+                    self.reply_hello();
+                }
+                GuestEvent::HelloAgain(_) => self.reply_hello(),
+                GuestEvent::Message(message) => self.obey(*message),
+            }
+        }
+    }
+
+    fn obey(&mut self, message: Kind) {
+        match message {
+            // The connection keeps hellos to itself.
+            Kind::Hello(_) => {}
+            Kind::Configure(configure) => self.configure(configure),
+            Kind::Ping(ping) => self.send(v1::Pong {
+                id: ping.id,
+                time_unix_nanos: unix_nanos(),
+            }),
+            Kind::Sync(sync) => self.sync(sync.id),
+            Kind::Shutdown(shutdown) => self.shut_down(shutdown),
+            Kind::LogAck(ack) => self.log.acknowledge(ack.offset),
+            Kind::Exec(exec) => self.exec(&exec),
+            Kind::StdinData(data) => self.streams.stdin_data(&data, &mut self.port.connection),
+            Kind::StdinClose(close) => self.streams.stdin_close(close),
+            Kind::Signal(signal) => self.streams.signal(signal),
+            Kind::StreamCredit(credit) => self.streams.credit(credit),
+        }
+    }
+
+    fn reply_hello(&mut self) {
+        // The boot id is made when it is first read: not before a host asks, or all clones of a saved guest share it.
+        if self.boot_id.is_empty() {
+            let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+            id.trim_end().clone_into(&mut self.boot_id);
+        }
+        let reply = v1::HelloReply {
+            nonce: 0,
+            boot_id: self.boot_id.clone(),
+            agent_version: env!("CARGO_PKG_VERSION").to_owned(),
+            state: Some(v1::GuestState {
+                kind: Some(self.state()),
+            }),
+            log_start: self.log.start(),
+            log_end: self.log.end(),
+        };
+        self.port.connection.reply(reply);
+    }
+
+    fn state(&self) -> guest_state::Kind {
+        if self.down.is_some() {
+            return guest_state::Kind::ShuttingDown(v1::ShuttingDown {});
+        }
+        match &self.phase {
+            Phase::Unconfigured => guest_state::Kind::Unconfigured(v1::Unconfigured {}),
+            Phase::Configuring { instance_id } => guest_state::Kind::Configuring(v1::Configuring {
+                instance_id: instance_id.clone(),
+            }),
+            Phase::Ready(ready) => guest_state::Kind::Ready(v1::Ready {
+                instance_id: ready.instance_id.clone(),
+                entrypoint: Some(ready.entrypoint_state()),
+            }),
+            Phase::Failed {
+                instance_id,
+                failure,
+            } => guest_state::Kind::Failed(v1::Failed {
+                instance_id: instance_id.clone(),
+                failure: Some(failure.clone()),
+            }),
+        }
+    }
+
+    fn configure(&mut self, message: v1::Configure) {
+        let asked = message.instance_id.clone();
+        let (owner, answer) = match &self.phase {
+            Phase::Unconfigured => return self.start_configuring(message),
+            // The answer comes when it is known.
+            Phase::Configuring { instance_id } => (instance_id, None),
+            Phase::Ready(ready) => (&ready.instance_id, Some(None)),
+            Phase::Failed {
+                instance_id,
+                failure,
+            } => (instance_id, Some(Some(failure.clone()))),
+        };
+        let answer = if *owner == asked {
+            answer
+        } else {
+            let message =
+                format!("this guest belongs to instance {owner}: start another one for {asked}");
+            Some(Some(failure(ConfigureStage::Request, message)))
+        };
+        if let Some(failure) = answer {
+            self.send(v1::ConfigureResult {
+                instance_id: asked,
+                failure,
+            });
+        }
+    }
+
+    fn start_configuring(&mut self, message: v1::Configure) {
+        let instance_id = message.instance_id.clone();
+        let request = match Request::parse(message) {
+            Ok(request) if self.down.is_none() => request,
+            Ok(_) => {
+                return self.fail(
+                    instance_id,
+                    failure(ConfigureStage::Request, "the guest shuts down"),
+                );
+            }
+            Err(failure) => return self.fail(instance_id, failure),
+        };
+        self.phase = Phase::Configuring {
+            instance_id: instance_id.clone(),
+        };
+        self.in_background(move || {
+            let result = configure::run(&request);
+            Done::Configured {
+                instance_id,
+                entrypoint: request.entrypoint,
+                result,
+            }
+        });
+    }
+
+    fn finish(&mut self, done: Done) {
+        match done {
+            Done::Synced { id, error } => self.send(v1::SyncDone { id, error }),
+            Done::Configured {
+                instance_id,
+                entrypoint,
+                result,
+            } => {
+                match result.and_then(|workspace| Ready::start(&instance_id, workspace, entrypoint))
+                {
+                    Ok(ready) => {
+                        self.phase = Phase::Ready(Box::new(ready));
+                        self.send(v1::ConfigureResult {
+                            instance_id,
+                            failure: None,
+                        });
+                        self.tell_entrypoint();
+                    }
+                    Err(failure) => self.fail(instance_id, failure),
+                }
+            }
+        }
+    }
+
+    fn fail(&mut self, instance_id: String, failure: Failure) {
+        eprintln!("kibo-guest-agent: failed to configure: {}", failure.message);
+        self.phase = Phase::Failed {
+            instance_id: instance_id.clone(),
+            failure: failure.clone(),
+        };
+        self.send(v1::ConfigureResult {
+            instance_id,
+            failure: Some(failure),
+        });
+    }
+
+    fn sync(&mut self, id: u64) {
+        let syncs = match &self.phase {
+            Phase::Ready(ready) => Arc::clone(&ready.syncs),
+            // Nothing is mounted, so nothing is unwritten.
+            _ => Arc::default(),
+        };
+        self.in_background(move || Done::Synced {
+            id,
+            error: sync_all(&syncs),
+        });
+    }
+
+    fn exec(&mut self, request: &v1::Exec) {
+        let connection = &mut self.port.connection;
+        match &self.phase {
+            Phase::Ready(ready) if self.down.is_none() => {
+                let entrypoint = ready
+                    .entrypoint
+                    .as_ref()
+                    .map(|entrypoint| &entrypoint.spec().process);
+                let base = entrypoint.map_or(&[] as &[_], |process| process.env.as_slice());
+                let mut request = request.clone();
+                if let (Some(process), Some(entrypoint)) = (&mut request.process, entrypoint)
+                    && process.cwd.is_empty()
+                {
+                    process.cwd.clone_from(&entrypoint.cwd);
+                }
+                self.streams
+                    .start(&request, &ready.workspace, base, connection);
+            }
+            _ => {
+                let message = "the guest is not configured yet, or it shuts down";
+                exec::refuse(
+                    request.stream_id,
+                    start_failure(StartFailureReason::NotReady, message),
+                    connection,
+                );
+            }
+        }
+    }
+
+    fn shut_down(&mut self, message: v1::Shutdown) {
+        self.send(v1::ShuttingDown {});
+        let grace = Duration::from_millis(message.grace_millis.into());
+        let begun = Stage::begin(grace, Instant::now());
+        match (self.down, begun) {
+            // A second request may shorten the grace, never lengthen it.
+            (Some(Stage::Terminating { kill_at: old }), Stage::Terminating { kill_at: new })
+                if new < old =>
+            {
+                self.down = Some(begun);
+            }
+            (Some(_), _) => {}
+            (None, _) => {
+                self.down = Some(begun);
+                if let Some(entrypoint) = self.phase.entrypoint_mut() {
+                    entrypoint.stop_restarting();
+                }
+                power::signal_all(Signal::TERM);
+                // A stopped process hears nothing.
+                power::signal_all(Signal::CONT);
+            }
+        }
+    }
+
+    /// What happens by itself: ended children, restarts, lingering outputs, the way down.
+    fn tick(&mut self, now: Instant) {
+        self.port.look();
+        let processes = self.reap(now);
+        if let Phase::Ready(ready) = &mut self.phase
+            && let Some(entrypoint) = &mut ready.entrypoint
+            && entrypoint.tick(&ready.workspace, now)
+        {
+            self.tell_entrypoint();
+        }
+        self.streams.tick(now, &mut self.port.connection);
+        self.go_down(processes, now);
+    }
+
+    /// Reaps what ended. `true` when processes are left.
+    fn reap(&mut self, now: Instant) -> bool {
+        loop {
+            match wait(WaitOptions::NOHANG) {
+                Ok(Some((pid, status))) => self.reaped(pid, status, now),
+                Ok(None) => return true,
+                Err(Errno::INTR) => {}
+                Err(_) => return false,
+            }
+        }
+    }
+
+    fn reaped(&mut self, pid: Pid, status: WaitStatus, now: Instant) {
+        let end = end_of(status);
+        let entrypoint = self.phase.entrypoint_mut();
+        if entrypoint.is_some_and(|entrypoint| entrypoint.reaped(pid, end.clone(), now)) {
+            self.tell_entrypoint();
+        } else {
+            // Anything else is an orphan, and now buried.
+            self.streams.reaped(pid, end, now);
+        }
+    }
+
+    fn go_down(&mut self, processes: bool, now: Instant) {
+        let Some(mut stage) = self.down else { return };
+        loop {
+            let (next, act) = stage.step(
+                Observed {
+                    processes,
+                    unsent: self.has_unsent(),
+                },
+                now,
+            );
+            if act == Act::KillAll {
+                power::signal_all(Signal::KILL);
+            }
+            if next == Stage::PowerOff {
+                // The last descriptors of the Workspace: its file systems are unmounted here.
+                self.phase = Phase::Unconfigured;
+                power::off();
+            }
+            if next == stage {
+                break;
+            }
+            stage = next;
+        }
+        self.down = Some(stage);
+    }
+
+    fn has_unsent(&self) -> bool {
+        let connection = &self.port.connection;
+        connection.is_connected()
+            && !(connection.outgoing().is_empty() && self.log.is_acknowledged())
+    }
+
+    fn tell_entrypoint(&mut self) {
+        if let Phase::Ready(ready) = &self.phase {
+            let state = ready.entrypoint_state();
+            self.send(state);
+        }
+    }
+
+    fn send_log(&mut self) {
+        while self.port.connection.is_connected() && !self.port.is_crowded() {
+            let Some(piece) = self.log.next_to_send() else {
+                return;
+            };
+            self.send(piece);
+        }
+    }
+
+    fn send(&mut self, message: impl Into<v1::guest_message::Kind>) {
+        if let Err(error) = self.port.connection.send(message) {
+            eprintln!("kibo-guest-agent: {error}");
+        }
+    }
+
+    fn in_background(&self, work: impl FnOnce() -> Done + Send + 'static) {
+        let (sender, waker) = (self.results.0.clone(), self.wake.waker());
+        thread::spawn(move || {
+            // The loop holds the receiver for as long as the guest lives.
+            let _ = sender.send(work());
+            waker.wake();
+        });
+    }
+}
+
+impl Phase {
+    fn entrypoint(&self) -> Option<&Entrypoint> {
+        match self {
+            Self::Ready(ready) => ready.entrypoint.as_ref(),
+            _ => None,
+        }
+    }
+
+    fn entrypoint_mut(&mut self) -> Option<&mut Entrypoint> {
+        match self {
+            Self::Ready(ready) => ready.entrypoint.as_mut(),
+            _ => None,
+        }
+    }
+}
+
+impl Ready {
+    fn start(
+        instance_id: &str,
+        mut workspace: Workspace,
+        spec: Option<EntrypointSpec>,
+    ) -> Result<Self, Failure> {
+        let syncs = Arc::new(std::mem::take(&mut workspace.writable));
+        let start = |spec| Entrypoint::start(spec, &workspace, Instant::now());
+        let entrypoint = spec
+            .map(start)
+            .transpose()
+            .map_err(|error| failure(ConfigureStage::Entrypoint, error.message))?;
+        Ok(Self {
+            instance_id: instance_id.to_owned(),
+            workspace,
+            entrypoint,
+            syncs,
+        })
+    }
+
+    fn entrypoint_state(&self) -> v1::EntrypointState {
+        self.entrypoint
+            .as_ref()
+            .map_or_else(entrypoint::none, Entrypoint::message)
+    }
+}
+
+/// Writes all file systems back; what failed, or nothing.
+fn sync_all(syncs: &[(String, OwnedFd)]) -> String {
+    let failed = syncs.iter().filter_map(|(name, fd)| {
+        let errno = rustix::fs::syncfs(fd).err()?;
+        Some(format!("failed to write back {name}: {errno}"))
+    });
+    failed.collect::<Vec<_>>().join("; ")
+}
+
+fn unix_nanos() -> u64 {
+    let since = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+}

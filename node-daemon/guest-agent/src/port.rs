@@ -1,0 +1,94 @@
+//! The virtio-serial port: bytes in, bytes out, and what hanging up means.
+//!
+//! While no host has the port open, `poll` reports a hangup at once and for ever; then the port is looked at every
+//! [`HUNG_UP_PAUSE`] instead. A host that comes back quickly may go unnoticed here, which is why connections are told
+//! apart by their nonces.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use kibo_guest_protocol::GuestConnection;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
+/// How long a host that comes back may wait to be noticed; shorter costs an idle guest CPU time.
+pub const HUNG_UP_PAUSE: Duration = Duration::from_millis(100);
+
+/// Above this much unsent output, nothing more is read from the workload.
+const CROWDED: usize = 512 * 1024;
+
+pub struct Port {
+    fd: OwnedFd,
+    pub connection: GuestConnection,
+    hung_up: bool,
+    buffer: Vec<u8>,
+}
+
+impl Port {
+    pub fn new(fd: OwnedFd) -> Self {
+        Self {
+            fd,
+            connection: GuestConnection::default(),
+            hung_up: false,
+            buffer: vec![0; 64 * 1024],
+        }
+    }
+
+    /// What to poll for; `None` while hung up.
+    pub fn interest(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {
+        let mut flags = PollFlags::IN;
+        if !self.connection.outgoing().is_empty() {
+            flags |= PollFlags::OUT;
+        }
+        (!self.hung_up).then(|| (self.fd.as_fd(), flags))
+    }
+
+    pub const fn is_hung_up(&self) -> bool {
+        self.hung_up
+    }
+
+    /// Whether so much waits to be sent that the workload should wait too.
+    pub fn is_crowded(&self) -> bool {
+        self.connection.outgoing().len() > CROWDED
+    }
+
+    /// Looks whether a host came back.
+    pub fn look(&mut self) {
+        if self.hung_up {
+            let now = Timespec {
+                tv_sec: 0,
+                tv_nsec: 0,
+            };
+            let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
+            let looked = poll(&mut fds, Some(&now));
+            self.hung_up = looked.is_err() || fds[0].revents().contains(PollFlags::HUP);
+        }
+    }
+
+    /// Reads what is there into the connection. `true` when the host hung up.
+    pub fn read(&mut self) -> bool {
+        match rustix::io::read(&self.fd, self.buffer.as_mut_slice()) {
+            Ok(len) if len > 0 => {
+                self.connection.receive(&self.buffer[..len]);
+                false
+            }
+            Err(Errno::AGAIN | Errno::INTR) => false,
+            Ok(_) | Err(_) => {
+                self.hung_up = true;
+                self.connection.hang_up();
+                true
+            }
+        }
+    }
+
+    /// Writes as much as the host takes now.
+    pub fn flush(&mut self) {
+        while !self.connection.outgoing().is_empty() {
+            match rustix::io::write(&self.fd, self.connection.outgoing()) {
+                Ok(len) if len > 0 => self.connection.written(len),
+                // A host that is gone is noticed when reading.
+                Ok(_) | Err(_) => return,
+            }
+        }
+    }
+}
