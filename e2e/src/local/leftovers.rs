@@ -1,7 +1,7 @@
 //! What a local cluster has left on the host: nothing, after `down`.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::layout::Layout;
 use super::process;
@@ -14,6 +14,18 @@ pub fn leftovers(layout: &Layout) -> Vec<String> {
         .collect();
     left.extend(mounts_below(layout.root()).into_iter().map(|mount| format!("mount {mount}")));
     left
+}
+
+/// The cgroups of a node's Instances, in every hierarchy.
+pub fn cgroups_of(node: &str) -> Vec<PathBuf> {
+    let root = Path::new("/sys/fs/cgroup");
+    let Ok(hierarchies) = fs::read_dir(root) else { return Vec::new() };
+    let v1 = hierarchies.flatten().map(|entry| entry.path());
+    // With cgroup v2 the root itself is the only hierarchy.
+    v1.chain([root.to_owned()])
+        .filter_map(|hierarchy| fs::read_dir(hierarchy.join("kibotos").join(node)).ok())
+        .flat_map(|entries| entries.flatten().map(|entry| entry.path()).filter(|path| path.is_dir()))
+        .collect()
 }
 
 fn mounts_below(root: &Path) -> Vec<String> {

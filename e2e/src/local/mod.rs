@@ -18,7 +18,7 @@ mod record;
 pub use cluster::{ClusterError, LocalCluster};
 pub use component::{CONTROL_PLANE, Component};
 pub use layout::Layout;
-pub use leftovers::leftovers;
+pub use leftovers::{cgroups_of, leftovers};
 pub use node::{Accelerator, LocalNode, LocalPool};
 pub use operator::NAMESPACE;
 pub use pki::{Pki, PkiError};

@@ -52,6 +52,9 @@ pub struct LocalNode {
     pub pools: Vec<LocalPool>,
     #[serde(default)]
     pub accelerator: Accelerator,
+    /// Root images of its own; absent: those that the guest build made.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub images: Option<PathBuf>,
 }
 
 /// A storage pool that a node is attached to.
@@ -142,6 +145,7 @@ impl LocalCluster {
             labels: BTreeMap::new(),
             pools: [own].into_iter().chain(all).collect(),
             accelerator: Accelerator::default(),
+            images: None,
         }
     }
 
@@ -187,7 +191,7 @@ impl LocalCluster {
                 gid: NOBODY,
                 cgroup_root: "/sys/fs/cgroup",
             },
-            images: Images { dir: guest.join("images") },
+            images: Images { dir: node.images.clone().unwrap_or_else(|| guest.join("images")) },
             control: Control {
                 endpoints: vec![format!("https://127.0.0.1:{}", self.ports().session)],
                 ca_file: dir.join("ca.crt"),

@@ -205,6 +205,28 @@ pub fn processes_of(state: &Path) -> Vec<Listed> {
         .collect()
 }
 
+/// A virtual machine found by listing.
+#[derive(Clone, Debug)]
+pub struct VirtualMachine {
+    pub id: ProcessId,
+    pub instance: String,
+}
+
+/// The virtual machines of a node: their processes carry `kibotos:<node>:<instance>` as their name.
+pub fn virtual_machines(node: &str) -> Vec<VirtualMachine> {
+    let prefix = format!("kibotos:{node}:");
+    let Ok(all) = procfs::process::all_processes() else { return Vec::new() };
+    all.flatten()
+        .filter_map(|process| {
+            let cmdline = process.cmdline().ok()?;
+            // As an option's value: a search for the name is no virtual machine.
+            let name = cmdline.windows(2).find(|pair| pair[0] == "-name")?[1].clone();
+            let instance = name.strip_prefix(&prefix)?.to_owned();
+            Some(VirtualMachine { id: ProcessId::of(process.pid)?, instance })
+        })
+        .collect()
+}
+
 /// A process found by listing.
 #[derive(Clone, Debug)]
 pub struct Listed {

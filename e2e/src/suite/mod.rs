@@ -4,6 +4,7 @@
 
 mod place;
 mod wait;
+mod workspaces;
 
 use std::env;
 use std::future::Future;
@@ -21,6 +22,7 @@ use crate::local::{Component, LocalCluster, Need, Programs, Progress, leftovers}
 
 pub use place::{Place, Ran};
 pub use wait::eventually;
+pub use workspaces::{START, STOP, condition, execution, has_failed, is_available, phase_of, why};
 
 type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 type TestFn = Arc<dyn Fn(Arc<Place>) -> BoxFuture<Result<()>> + Send + Sync>;

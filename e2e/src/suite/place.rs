@@ -111,7 +111,7 @@ impl Place {
         memory: &str,
         change: impl FnOnce(&mut crate::local::LocalNode),
     ) -> Result<String> {
-        let id = format!("node-{}", NODES.fetch_add(1, Ordering::Relaxed));
+        let id = format!("e2e-{}-{}", std::process::id(), NODES.fetch_add(1, Ordering::Relaxed));
         let mut node = self.cluster.usual_node(&id, cpu, memory, false);
         let (key, value) = self.selector();
         node.labels.insert(key.to_owned(), value.to_owned());
@@ -229,6 +229,7 @@ impl Place {
             .args(["-n", &self.namespace])
             .args(args)
             .env("KUBECONFIG", self.cluster.layout().kubeconfig())
+            .env("PATH", path_with(&self.cluster.layout().bin()))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -250,7 +251,8 @@ impl Place {
         })
     }
 
-    fn nodes(&self) -> Vec<String> {
+    /// The ids of this test's nodes.
+    pub fn nodes(&self) -> Vec<String> {
         self.nodes.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -312,6 +314,13 @@ impl Place {
         })
         .await
     }
+}
+
+/// The search path with a directory in front: kubectl finds its plugins there.
+fn path_with(bin: &std::path::Path) -> std::ffi::OsString {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let all = [bin.to_owned()].into_iter().chain(std::env::split_paths(&path));
+    std::env::join_paths(all).unwrap_or(path.clone())
 }
 
 /// Applies the custom resources and policies as the operator does when it starts.
