@@ -119,6 +119,7 @@ impl MilliCpu {
         self.0.checked_add(other.0).map(Self)
     }
 
+    #[must_use]
     pub fn saturating_sub(self, other: Self) -> Self {
         Self(self.0.saturating_sub(other.0))
     }
@@ -133,6 +134,7 @@ impl Bytes {
         self.0.checked_add(other.0).map(Self)
     }
 
+    #[must_use]
     pub fn saturating_sub(self, other: Self) -> Self {
         Self(self.0.saturating_sub(other.0))
     }

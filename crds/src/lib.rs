@@ -7,6 +7,8 @@
 //! The types carry the rules where they can: an [`Epoch`] cannot be mixed up with an
 //! [`Incarnation`], an amount of CPU is a [`MilliCpu`] and of memory a [`Bytes`].
 
+#![allow(clippy::duplicated_attributes, reason = "the columns of a kind repeat the name of their type")]
+
 mod amounts;
 mod condition;
 mod counters;
