@@ -18,7 +18,7 @@ use super::{
 use crate::streams::{Input, NodeStream, Output, OutputFrame};
 
 /// A client that went away without a word is noticed when it does not take a ping.
-const PING_EVERY: Duration = Duration::from_secs(20);
+const PING_EVERY: Duration = Duration::from_secs(5);
 /// How long a client may take to end its side after it was told how the command ended.
 const FAREWELL: Duration = Duration::from_secs(5);
 /// The same when the leadership ends, since the Lease waits for it.

@@ -191,9 +191,8 @@ fn negotiate(
             "exec speaks WebSocket, not SPDY: use kibo, or a client of Kubernetes 1.31 or later".to_owned(),
         ));
     }
-    let upgrade = upgrade.map_err(|rejection| {
-        ApiError::BadRequest(format!("exec must be a GET that upgrades to a WebSocket: {rejection}"))
-    })?;
+    let upgrade = upgrade
+        .map_err(|_| ApiError::BadRequest("exec must be a GET request that upgrades to a WebSocket".to_owned()))?;
     let upgrade = upgrade
         .protocols(remote_command::PROTOCOLS)
         .max_message_size(exec::MAX_MESSAGE)

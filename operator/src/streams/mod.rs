@@ -110,7 +110,7 @@ impl StreamRegistry {
     }
 
     /// Gives a dialled stream to whoever asked for it.
-    fn dialled(
+    pub(crate) fn dialled(
         &self,
         hello: &v1::AttachHello,
         from_node: BoxStream<'static, Result<v1::StreamFromNode, tonic::Status>>,
