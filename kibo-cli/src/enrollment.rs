@@ -1,0 +1,186 @@
+//! `kibo enrollment`: the tokens with which hosts become nodes.
+//!
+//! The token is printed once and stored nowhere; the Node keeps the hash of its secret.
+
+use std::{fs, path::PathBuf, time::Duration};
+
+use clap::{Args, Subcommand};
+use jiff::Timestamp;
+use k8s_openapi::{api::core::v1::ConfigMap, apimachinery::pkg::apis::meta::v1::Time};
+use kibo_crds::{
+    Node, NodeId,
+    node::{Enrollment, NodeSpec},
+};
+use kibo_protocol::{EnrollmentToken, Secret, SecretHash};
+use kube::{
+    Api, ResourceExt as _,
+    api::{Patch, PatchParams, PostParams},
+};
+use serde::Serialize;
+
+use crate::{
+    client::{Cluster, duration},
+    errors::{Error, Kind, On as _, Result, Subject},
+    node,
+    output::{OutputArgs, Present, present, remark, words::instant},
+};
+
+/// ConfigMap of the operator with its CA, which every user of the cluster may read.
+const CA_CONFIG_MAP: &str = "kibotos-ca";
+const CA_KEY: &str = "ca.crt";
+
+#[derive(Subcommand, Debug)]
+pub enum Command {
+    /// Print a single-use token with which one host becomes this node; the Node is made if missing
+    Issue(Issue),
+}
+
+#[derive(Args, Debug)]
+pub struct Issue {
+    node: NodeId,
+    /// How long the token works
+    #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = duration)]
+    ttl: Duration,
+    /// Namespace of the operator
+    #[arg(long, value_name = "NAMESPACE", default_value = "kibotos-system")]
+    operator_namespace: String,
+    /// The operator's CA certificate (PEM); default: read from the cluster
+    #[arg(long, value_name = "FILE")]
+    ca_file: Option<PathBuf>,
+    /// SHA-256 of the operator's CA certificate in DER, in hexadecimal
+    #[arg(long, value_name = "HASH", conflicts_with = "ca_file")]
+    ca_hash: Option<SecretHash>,
+    #[command(flatten)]
+    output: OutputArgs,
+}
+
+pub async fn run(cluster: &Cluster, command: Command) -> Result<()> {
+    match command {
+        Command::Issue(args) => issue(cluster, args).await,
+    }
+}
+
+async fn issue(cluster: &Cluster, args: Issue) -> Result<()> {
+    let ca_hash = ca_hash(cluster, &args).await?;
+    let secret = Secret::generate().map_err(|error| Error::new(Kind::Other, error.to_string()))?;
+    let expires = Timestamp::now().checked_add(args.ttl).map_err(|_| Error::invalid("--ttl is too long"))?;
+    let grant = Enrollment { secret_hash: secret.hash().to_string(), expires_at: Time(expires), request_id: None };
+    store(cluster, &args.node, &grant).await?;
+    let token = EnrollmentToken { node_id: args.node.to_string(), secret, ca_hash };
+    let issued = Issued { node: args.node, token: token.expose(), expires_at: instant(&grant.expires_at) };
+    present(args.output.form(), &issued)?;
+    remark(&format!(
+        "a host becomes node {} with this token, once, until {}; it goes into the file that control.token_file names",
+        issued.node, issued.expires_at
+    ));
+    Ok(())
+}
+
+/// Puts the grant into the Node, in place of a former one. What forbids it (the node is retired) is a rule of the API.
+async fn store(cluster: &Cluster, id: &NodeId, grant: &Enrollment) -> Result<()> {
+    const ATTEMPTS: usize = 10;
+    let api = cluster.cluster_wide::<Node>();
+    let subject = node::subject(id.as_str());
+    for _ in 0..ATTEMPTS {
+        let result = match api.get_opt(id.as_str()).await.on(&subject)? {
+            None => {
+                let spec = NodeSpec { enrollment: Some(grant.clone()), ..NodeSpec::default() };
+                api.create(&PostParams::default(), &Node::new(id.as_str(), spec)).await.on(&subject)
+            }
+            Some(node) => replace_grant(&api, &node, grant).await.on(&subject),
+        };
+        match result {
+            // Somebody was quicker, the operator at the least: nothing of what they wrote is lost by a new attempt.
+            Err(error) if error.kind == Kind::Aborted => {}
+            result => return result.map(|_| ()),
+        }
+    }
+    Err(Error::new(Kind::Aborted, format!("{subject} changes too often to be written")))
+}
+
+async fn replace_grant(api: &Api<Node>, node: &Node, grant: &Enrollment) -> kube::Result<Node> {
+    let patch = serde_json::json!({
+        "metadata": { "resourceVersion": node.resource_version() },
+        "spec": { "enrollment": {
+            "secretHash": grant.secret_hash,
+            "expiresAt": grant.expires_at,
+            "requestId": null,
+        }},
+    });
+    api.patch(&node.name_any(), &PatchParams::default(), &Patch::Merge(patch)).await
+}
+
+async fn ca_hash(cluster: &Cluster, args: &Issue) -> Result<SecretHash> {
+    if let Some(hash) = args.ca_hash {
+        return Ok(hash);
+    }
+    if let Some(path) = &args.ca_file {
+        let text =
+            fs::read(path).map_err(|error| Error::invalid(format!("cannot read {}: {error}", path.display())))?;
+        return hash_of_pem(&text, &path.display().to_string());
+    }
+    let namespace = &args.operator_namespace;
+    let subject = Subject::namespaced("ConfigMap", CA_CONFIG_MAP, namespace);
+    let found = cluster.namespaced::<ConfigMap>(namespace).get_opt(CA_CONFIG_MAP).await.on(&subject)?;
+    let pem = found.and_then(|map| map.data).and_then(|mut data| data.remove(CA_KEY)).ok_or_else(|| {
+        Error::new(
+            Kind::FailedPrecondition,
+            format!("{subject} does not exist or has no {CA_KEY}, so the operator has not run yet"),
+        )
+        .next("start the operator, or name its namespace with --operator-namespace, or give --ca-file")
+    })?;
+    hash_of_pem(pem.as_bytes(), &subject.to_string())
+}
+
+fn hash_of_pem(pem: &[u8], source: &str) -> Result<SecretHash> {
+    use rustls::pki_types::{CertificateDer, pem::PemObject as _};
+    let der = CertificateDer::from_pem_slice(pem)
+        .map_err(|error| Error::invalid(format!("{source} holds no certificate in PEM form: {error:?}")))?;
+    Ok(EnrollmentToken::hash_of_ca(&der))
+}
+
+/// A token that was made just now.
+struct Issued {
+    node: NodeId,
+    token: String,
+    expires_at: String,
+}
+
+#[derive(Serialize)]
+struct View<'a> {
+    node_id: &'a str,
+    token: &'a str,
+    expires_at: &'a str,
+}
+
+impl Present for Issued {
+    fn view(&self) -> impl Serialize {
+        View { node_id: self.node.as_str(), token: &self.token, expires_at: &self.expires_at }
+    }
+
+    fn names(&self) -> Vec<String> {
+        vec![self.token.clone()]
+    }
+
+    fn text(&self, _wide: bool) -> String {
+        format!("{}\n", self.token)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_certificate_is_refused() {
+        let error = hash_of_pem(b"nothing", "ca.crt").unwrap_err();
+        assert_eq!(error.kind, Kind::InvalidArgument);
+        assert!(error.message.starts_with("ca.crt holds no certificate in PEM form"), "{error}");
+    }
+
+    #[test]
+    fn the_token_alone_is_the_text() {
+        let issued = Issued { node: "n".parse().unwrap(), token: "t".into(), expires_at: "x".into() };
+        assert_eq!(issued.text(false), "t\n");
+    }
+}

@@ -1,0 +1,430 @@
+//! `kibo node`: the hosts that run Workspaces.
+
+use std::str::FromStr;
+
+use clap::Subcommand;
+use jiff::Timestamp;
+use kibo_crds::{
+    Bytes, MilliCpu, Node,
+    node::{Amounts, NodeStatus},
+};
+use kube::{ResourceExt, api::ListParams};
+use serde::Serialize;
+
+use crate::{
+    client::{Cluster, Listed, Paging, remark_next_page},
+    errors::{On as _, Result, Subject},
+    output::{
+        ConditionView, OutputArgs, Page, Present, Table, conditions, present, remark,
+        words::{ABSENT, age, binary, cores, enum_word, instant, or_absent, when},
+    },
+};
+
+#[derive(Subcommand, Debug)]
+pub enum Command {
+    /// List nodes with what they can give and have given
+    #[command(alias = "ls")]
+    List {
+        /// Only those with these labels
+        #[arg(short = 'l', long, value_name = "LABELS")]
+        selector: Option<String>,
+        #[command(flatten)]
+        paging: Paging,
+        #[command(flatten)]
+        output: OutputArgs,
+    },
+    /// Show one node
+    Get {
+        #[arg(value_name = "NODE")]
+        name: String,
+        #[command(flatten)]
+        output: OutputArgs,
+    },
+}
+
+pub async fn run(cluster: &Cluster, command: Command) -> Result<()> {
+    match command {
+        Command::List { selector, paging, output } => {
+            let params = ListParams { label_selector: selector, ..ListParams::default() };
+            let listed = paging.list(&cluster.cluster_wide::<Node>(), params, &subject("")).await?;
+            if listed.items.is_empty() {
+                remark(&format!(
+                    "no nodes; a host becomes one with a token: {} enrollment issue NODE",
+                    crate::errors::program()
+                ));
+            }
+            let many = Many { listed, now: Cluster::now() };
+            present(output.form(), &many)?;
+            remark_next_page(&many.listed);
+            Ok(())
+        }
+        Command::Get { name, output } => {
+            let node = cluster.cluster_wide::<Node>().get(&name).await.on(&subject(&name))?;
+            let now = Cluster::now();
+            let events = cluster.events(&node, now).await;
+            present(output.form(), &One { node, events, now })
+        }
+    }
+}
+
+pub fn subject(name: &str) -> Subject {
+    Subject::cluster("Node", name)
+}
+
+/// A node in JSON.
+#[derive(Serialize)]
+struct View {
+    node_id: String,
+    status: Option<String>,
+    admission: Option<String>,
+    drain_requested: bool,
+    isolated: bool,
+    labels: std::collections::BTreeMap<String, String>,
+    session: Option<SessionView>,
+    report: Option<ReportView>,
+    capacity: AmountsView,
+    schedulable: AmountsView,
+    allocated: AmountsView,
+    overcommit: OvercommitView,
+    slots: Option<u32>,
+    pools: Vec<PoolView>,
+    incarnation: Option<u64>,
+    registration_version: Option<String>,
+    created_at: Option<String>,
+    conditions: Vec<ConditionView>,
+}
+
+#[derive(Serialize)]
+struct SessionView {
+    session_id: String,
+    alive: bool,
+    incarnation: u64,
+    version: String,
+    boot_id: String,
+    started_at: String,
+    ended_at: Option<String>,
+}
+
+#[derive(Serialize)]
+struct ReportView {
+    reported_at: String,
+    instances: u32,
+    held_objects: u32,
+}
+
+#[derive(Serialize)]
+struct AmountsView {
+    cpu_millis: Option<u64>,
+    memory_bytes: Option<u64>,
+}
+
+/// The ratios that are set for this node; absent: those of the default OvercommitPolicy.
+#[derive(Serialize)]
+struct OvercommitView {
+    cpu: Option<String>,
+    memory: Option<String>,
+}
+
+#[derive(Serialize)]
+struct PoolView {
+    pool_id: String,
+    default: bool,
+    available: bool,
+    capacity_bytes: Option<u64>,
+    free_bytes: Option<u64>,
+}
+
+/// The amounts of a status as numbers; what is absent or unreadable stays absent.
+#[derive(Clone, Copy, Default)]
+struct Measured {
+    cpu: Option<MilliCpu>,
+    memory: Option<Bytes>,
+}
+
+impl From<Option<&Amounts>> for Measured {
+    fn from(amounts: Option<&Amounts>) -> Self {
+        fn read<T: FromStr>(text: Option<&String>) -> Option<T> {
+            text.and_then(|text| text.parse().ok())
+        }
+        Self { cpu: read(amounts.and_then(|a| a.cpu.as_ref())), memory: read(amounts.and_then(|a| a.memory.as_ref())) }
+    }
+}
+
+impl From<Measured> for AmountsView {
+    fn from(measured: Measured) -> Self {
+        Self { cpu_millis: measured.cpu.map(|cpu| cpu.0), memory_bytes: measured.memory.map(|memory| memory.0) }
+    }
+}
+
+fn is_isolated(status: &NodeStatus) -> bool {
+    match (&status.isolation, status.incarnation) {
+        (Some(isolation), Some(current)) => isolation.incarnation >= current,
+        _ => false,
+    }
+}
+
+impl From<&Node> for View {
+    fn from(node: &Node) -> Self {
+        let status = node.status.clone().unwrap_or_default();
+        let overcommit = node.spec.overcommit.clone().unwrap_or_default();
+        Self {
+            node_id: node.name_any(),
+            isolated: is_isolated(&status),
+            status: status.phase.as_ref().map(enum_word),
+            admission: status.admission.as_ref().map(enum_word),
+            drain_requested: node.spec.drain.as_ref().is_some_and(|drain| drain.requested),
+            labels: node.labels().clone(),
+            session: status.session.map(|session| SessionView {
+                session_id: session.id,
+                alive: session.alive,
+                incarnation: session.incarnation.0,
+                version: session.version,
+                boot_id: session.boot_id,
+                started_at: instant(&session.started_at),
+                ended_at: session.ended_at.as_ref().map(instant),
+            }),
+            report: status.report.map(|report| ReportView {
+                reported_at: instant(&report.time),
+                instances: report.instances,
+                held_objects: report.held_objects,
+            }),
+            capacity: Measured::from(status.capacity.as_ref()).into(),
+            schedulable: Measured::from(status.schedulable.as_ref()).into(),
+            allocated: Measured::from(status.allocated.as_ref()).into(),
+            overcommit: OvercommitView {
+                cpu: overcommit.cpu.map(|ratio| ratio.to_string()),
+                memory: overcommit.memory.map(|ratio| ratio.to_string()),
+            },
+            slots: status.slots,
+            pools: status
+                .pools
+                .iter()
+                .map(|pool| PoolView {
+                    pool_id: pool.id.to_string(),
+                    default: pool.default,
+                    available: pool.available,
+                    capacity_bytes: pool.capacity.map(|bytes| bytes.0),
+                    free_bytes: pool.free.map(|bytes| bytes.0),
+                })
+                .collect(),
+            incarnation: status.incarnation.map(|incarnation| incarnation.0),
+            registration_version: node.resource_version(),
+            created_at: node.creation_timestamp().as_ref().map(instant),
+            conditions: status.conditions.iter().map(Into::into).collect(),
+        }
+    }
+}
+
+/// `allocated/schedulable`, each absent when it is not known.
+fn shares<T>(allocated: Option<T>, schedulable: Option<T>, show: fn(T) -> String) -> String {
+    match (allocated.map(show), schedulable.map(show)) {
+        (None, None) => ABSENT.to_owned(),
+        (allocated, schedulable) => format!("{}/{}", or_absent(allocated), or_absent(schedulable)),
+    }
+}
+
+struct One {
+    node: Node,
+    events: Table,
+    now: Timestamp,
+}
+
+impl Present for One {
+    fn view(&self) -> impl Serialize {
+        View::from(&self.node)
+    }
+
+    fn names(&self) -> Vec<String> {
+        vec![self.node.name_any()]
+    }
+
+    fn text(&self, wide: bool) -> String {
+        let status = self.node.status.clone().unwrap_or_default();
+        let (capacity, schedulable, allocated) = (
+            Measured::from(status.capacity.as_ref()),
+            Measured::from(status.schedulable.as_ref()),
+            Measured::from(status.allocated.as_ref()),
+        );
+        let mut page = Page::default();
+        page.fact("Node", self.node.name_any());
+        page.fact("Status", status.phase.as_ref().map(enum_word).unwrap_or_default());
+        page.fact("Admission", status.admission.as_ref().map(enum_word).unwrap_or_default());
+        page.fact("Release", status.session.as_ref().map(|session| session.version.clone()).unwrap_or_default());
+        page.fact("Session", self.session(&status));
+        let labels: Vec<_> = self.node.labels().iter().map(|(key, value)| format!("{key}={value}")).collect();
+        page.fact("Labels", labels.join("\n"));
+        page.fact("Drain requested", yes_no(self.node.spec.drain.as_ref().is_some_and(|drain| drain.requested)));
+        page.fact("Isolated", yes_no(is_isolated(&status)));
+        page.fact(
+            "Capacity",
+            format!("{} CPU, {} memory", or_absent(capacity.cpu.map(cores)), or_absent(capacity.memory.map(binary))),
+        );
+        page.fact(
+            "Allocated",
+            format!(
+                "{} CPU, {} memory",
+                shares(allocated.cpu, schedulable.cpu, cores),
+                shares(allocated.memory, schedulable.memory, binary)
+            ),
+        );
+        let instances = or_absent(status.report.as_ref().map(|report| report.instances));
+        page.fact("Instances", format!("{instances} of {} slots", or_absent(status.slots)));
+        page.fact("Last report", when(status.report.as_ref().map(|report| &report.time), self.now));
+        if wide {
+            page.fact("Held objects", or_absent(status.report.as_ref().map(|report| report.held_objects)));
+            page.fact("Incarnation", or_absent(status.incarnation));
+            page.fact("Session ID", status.session.as_ref().map(|session| session.id.clone()).unwrap_or_default());
+            page.fact("Boot ID", status.session.as_ref().map(|session| session.boot_id.clone()).unwrap_or_default());
+            page.fact("Registration", self.node.resource_version().unwrap_or_default());
+        }
+        page.section("Storage pools", &pools(&status));
+        page.section("Conditions", &conditions(&status.conditions, self.now));
+        page.section("Events", &self.events);
+        page.render()
+    }
+}
+
+impl One {
+    fn session(&self, status: &NodeStatus) -> String {
+        match &status.session {
+            Some(session) if session.alive => format!("alive since {}", when(Some(&session.started_at), self.now)),
+            Some(session) => format!("ended {}", when(session.ended_at.as_ref(), self.now)),
+            None => String::new(),
+        }
+    }
+}
+
+fn pools(status: &NodeStatus) -> Table {
+    let mut table = Table::new(["POOL", "DEFAULT", "AVAILABLE", "FREE/CAPACITY"]);
+    for pool in &status.pools {
+        table.row(vec![
+            pool.id.to_string(),
+            yes_no(pool.default).to_owned(),
+            yes_no(pool.available).to_owned(),
+            shares(pool.free, pool.capacity, binary),
+        ]);
+    }
+    table
+}
+
+fn yes_no(value: bool) -> &'static str {
+    if value { "yes" } else { "no" }
+}
+
+struct Many {
+    listed: Listed<Node>,
+    now: Timestamp,
+}
+
+#[derive(Serialize)]
+struct ManyView {
+    nodes: Vec<View>,
+    next_page_token: Option<String>,
+}
+
+impl Present for Many {
+    fn view(&self) -> impl Serialize {
+        ManyView {
+            nodes: self.listed.items.iter().map(View::from).collect(),
+            next_page_token: self.listed.next_page_token.clone(),
+        }
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.listed.items.iter().map(ResourceExt::name_any).collect()
+    }
+
+    fn text(&self, wide: bool) -> String {
+        let mut table = Table::new([
+            "NODE",
+            "STATUS",
+            "RELEASE",
+            "CLOCK",
+            "INSTANCES",
+            "CPU_ALLOC/SCHED",
+            "MEM_ALLOC/SCHED",
+            "MEM_TIGHT",
+            "AGE",
+        ]);
+        if wide {
+            table = table.columns(["INCARNATION", "REG_VERSION"]);
+        }
+        for node in &self.listed.items {
+            let status = node.status.clone().unwrap_or_default();
+            let schedulable = Measured::from(status.schedulable.as_ref());
+            let allocated = Measured::from(status.allocated.as_ref());
+            let mut row = vec![
+                node.name_any(),
+                status.phase.as_ref().map(enum_word).unwrap_or_default(),
+                status.session.as_ref().map(|session| session.version.clone()).unwrap_or_default(),
+                // Neither is measured yet.
+                ABSENT.to_owned(),
+                or_absent(status.report.as_ref().map(|report| report.instances)),
+                shares(allocated.cpu, schedulable.cpu, cores),
+                shares(allocated.memory, schedulable.memory, binary),
+                ABSENT.to_owned(),
+                age(node.creation_timestamp().as_ref(), self.now),
+            ];
+            if wide {
+                row.push(or_absent(status.incarnation));
+                row.push(node.resource_version().unwrap_or_default());
+            }
+            table.row(row);
+        }
+        table.render()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn nodes() -> Vec<Node> {
+        let ready = serde_json::json!({
+            "metadata": { "name": "node-1", "resourceVersion": "77", "creationTimestamp": "1970-01-01T00:00:00Z" },
+            "spec": { "drain": { "requested": true } },
+            "status": {
+                "phase": "Ready", "admission": "Admitted", "incarnation": 2,
+                "session": {
+                    "id": "s", "alive": true, "incarnation": 2, "bootId": "b", "version": "unreleased",
+                    "startedAt": "1970-01-01T00:00:00Z",
+                },
+                "capacity": { "cpu": "4", "memory": "8Gi" },
+                "schedulable": { "cpu": "8", "memory": "8Gi" },
+                "allocated": { "cpu": "1500m", "memory": "320Mi" },
+                "report": { "time": "1970-01-01T00:00:00Z", "instances": 2, "heldObjects": 3 },
+                "isolation": { "incarnation": 1 },
+            },
+        });
+        let pending = serde_json::json!({ "metadata": { "name": "node-2" }, "spec": {} });
+        [ready, pending].map(|json| serde_json::from_value(json).unwrap()).into()
+    }
+
+    #[test]
+    fn the_table_of_nodes() {
+        let now = Timestamp::from_second(90).unwrap();
+        let many = Many { listed: Listed { items: nodes(), next_page_token: None }, now };
+        let expected = "\
+NODE     STATUS   RELEASE      CLOCK   INSTANCES   CPU_ALLOC/SCHED   MEM_ALLOC/SCHED   MEM_TIGHT   AGE   INCARNATION   REG_VERSION
+node-1   READY    unreleased   -       2           1.5/8             320.0Mi/8.0Gi     -           90s   2             77
+node-2   -        -            -       -           -                 -                 -           -     -             -
+";
+        assert_eq!(many.text(true), expected);
+        assert!(!many.text(false).contains("REG_VERSION"));
+    }
+
+    #[test]
+    fn the_json_of_a_node() {
+        let view = serde_json::to_value(View::from(&nodes()[0])).unwrap();
+        assert_eq!(view["node_id"], "node-1");
+        assert_eq!(view["status"], "READY");
+        assert_eq!(view["admission"], "ADMITTED");
+        assert_eq!(view["drain_requested"], true);
+        assert_eq!(view["isolated"], false, "an isolation of an older incarnation is over");
+        assert_eq!(view["registration_version"], "77");
+        assert_eq!(view["allocated"], serde_json::json!({ "cpu_millis": 1500, "memory_bytes": 335_544_320 }));
+        assert_eq!(view["overcommit"], serde_json::json!({ "cpu": null, "memory": null }));
+        assert_eq!(view["session"]["session_id"], "s");
+        assert_eq!(view["report"]["held_objects"], 3);
+    }
+}

@@ -1,0 +1,113 @@
+//! `kibo workspace`: microVMs, from creation to deletion.
+
+mod create;
+mod delete;
+mod list;
+mod power;
+mod stream;
+mod target;
+mod view;
+mod wait;
+
+use clap::{Args, Subcommand};
+use kibo_crds::{CommandId, NodeId};
+
+use crate::{
+    cli::WaitArgs,
+    client::Cluster,
+    errors::Result,
+    output::{OutputArgs, present},
+};
+
+#[derive(Subcommand, Debug)]
+pub enum Command {
+    /// Create a Workspace and start it
+    Create(Box<create::Create>),
+    /// Show one Workspace: what it is, where it runs, what it waits for
+    Get {
+        /// Name, or id (ws-…) in any namespace
+        #[arg(value_name = "WORKSPACE")]
+        workspace: String,
+        #[command(flatten)]
+        output: OutputArgs,
+    },
+    /// List Workspaces
+    #[command(alias = "ls")]
+    List(list::List),
+    /// Start a stopped or failed Workspace
+    Start(Start),
+    /// Stop a Workspace; its disks are kept for the next start
+    Stop(Stop),
+    /// Delete Workspaces, with their writable layers
+    #[command(alias = "rm")]
+    Delete(delete::Delete),
+    /// Run a command inside a Workspace; the exit status is that of the command
+    Exec(stream::Exec),
+    /// Print what the entrypoint of a Workspace wrote
+    Logs(stream::Logs),
+    /// Wait until a Workspace is in a state, is gone, or has a condition
+    Wait(wait::WaitFor),
+}
+
+#[derive(Args, Debug)]
+pub struct Start {
+    /// Name, or id (ws-…) in any namespace
+    #[arg(value_name = "WORKSPACE")]
+    workspace: String,
+    /// Start it on this node or not at all; only this start is bound to it
+    #[arg(long)]
+    node: Option<NodeId>,
+    /// What to do while no node can take it
+    #[arg(long, value_enum, value_name = "WHAT", default_value = "fail")]
+    when_unplaceable: power::Unplaceable,
+    #[command(flatten)]
+    command: CommandArgs,
+    #[command(flatten)]
+    pub wait: WaitArgs,
+    #[command(flatten)]
+    output: OutputArgs,
+}
+
+#[derive(Args, Debug)]
+pub struct Stop {
+    /// Name, or id (ws-…) in any namespace
+    #[arg(value_name = "WORKSPACE")]
+    workspace: String,
+    /// Do not wait for the guest to write back what it has in memory: the newest writes may be lost
+    #[arg(long)]
+    force: bool,
+    #[command(flatten)]
+    command: CommandArgs,
+    #[command(flatten)]
+    wait: WaitArgs,
+    #[command(flatten)]
+    output: OutputArgs,
+}
+
+/// The id of a write.
+#[derive(Args, Debug)]
+pub struct CommandArgs {
+    /// Id of this command: the same id again gives the same outcome instead of a second one
+    #[arg(long, value_name = "ID")]
+    command_id: Option<CommandId>,
+}
+
+/// Runs a verb; its exit status is 0, save for `exec`.
+pub async fn run(cluster: &Cluster, command: Command) -> Result<u8> {
+    match command {
+        Command::Exec(args) => return stream::exec(cluster, args).await,
+        Command::Create(args) => create::create(cluster, *args).await?,
+        Command::Get { workspace, output } => {
+            let (workspace, _) = target::fetch(cluster, &workspace).await?;
+            let page = view::One::gather(cluster, workspace).await;
+            present(output.form(), &page)?;
+        }
+        Command::List(args) => list::list(cluster, args).await?,
+        Command::Start(args) => power::start(cluster, args).await?,
+        Command::Stop(args) => power::stop(cluster, args).await?,
+        Command::Delete(args) => delete::delete(cluster, args).await?,
+        Command::Logs(args) => stream::logs(cluster, args).await?,
+        Command::Wait(args) => wait::wait(cluster, args).await?,
+    }
+    Ok(0)
+}

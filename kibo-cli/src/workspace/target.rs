@@ -1,0 +1,45 @@
+//! Which Workspace is meant: a name in a namespace, or an id anywhere.
+
+use kibo_crds::{Workspace, WorkspaceId};
+use kube::{Api, ResourceExt as _, api::ListParams};
+
+use crate::{
+    client::Cluster,
+    errors::{Error, Kind, On as _, Result, Subject},
+};
+
+/// Reads the Workspace that is meant.
+pub async fn fetch(cluster: &Cluster, name_or_id: &str) -> Result<(Workspace, Subject)> {
+    let Ok(id) = name_or_id.parse::<WorkspaceId>() else {
+        let subject = Subject::namespaced("Workspace", name_or_id, cluster.namespace());
+        let workspace = cluster.namespaced::<Workspace>(cluster.namespace()).get(name_or_id).await.on(&subject)?;
+        return Ok((workspace, subject));
+    };
+    let workspace = by_id(cluster, id).await?;
+    let subject = subject(&workspace);
+    Ok((workspace, subject))
+}
+
+/// Names a Workspace that was read.
+pub fn subject(workspace: &Workspace) -> Subject {
+    Subject::namespaced("Workspace", &workspace.name_any(), &workspace.namespace().unwrap_or_default())
+}
+
+async fn by_id(cluster: &Cluster, id: WorkspaceId) -> Result<Workspace> {
+    let named = Subject::cluster("Workspace", &id.to_string());
+    let params = ListParams::default().fields(&format!("status.id={id}"));
+    let here = cluster.namespaced::<Workspace>(cluster.namespace());
+    let found = if cluster.explicit_namespace.is_some() {
+        here.list(&params).await.on(&named)?
+    } else {
+        match Api::<Workspace>::all(cluster.client.clone()).list(&params).await {
+            // Somebody whose rights end at a namespace still finds what is in it.
+            Err(kube::Error::Api(status)) if status.is_forbidden() => here.list(&params).await.on(&named)?,
+            answer => answer.on(&named)?,
+        }
+    };
+    found.items.into_iter().next().ok_or_else(|| {
+        Error::new(Kind::NotFound, format!("no Workspace has the id {id}"))
+            .next(format!("see what there is: {} workspace list -A -o wide", crate::errors::program()))
+    })
+}
