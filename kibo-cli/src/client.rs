@@ -97,6 +97,17 @@ impl Cluster {
         Api::all(self.client.clone())
     }
 
+    /// Fails when there is no such object. A user who may not read it passes: the operator decides.
+    pub async fn check_exists<K>(&self, api: &Api<K>, subject: &Subject) -> Result<()>
+    where
+        K: Resource + Clone + DeserializeOwned + std::fmt::Debug,
+    {
+        match api.get_metadata(&subject.name).await {
+            Err(kube::Error::Api(status)) if status.is_forbidden() => Ok(()),
+            answer => answer.map(|_| ()).on(subject),
+        }
+    }
+
     pub fn now() -> Timestamp {
         Timestamp::now()
     }

@@ -5,7 +5,7 @@ use std::str::FromStr;
 use clap::Subcommand;
 use jiff::Timestamp;
 use kibo_crds::{
-    Bytes, MilliCpu, Node,
+    Bytes, MilliCpu, Node, NodeId,
     node::{Amounts, NodeStatus},
 };
 use kube::{ResourceExt, api::ListParams};
@@ -69,6 +69,11 @@ pub async fn run(cluster: &Cluster, command: Command) -> Result<()> {
 
 pub fn subject(name: &str) -> Subject {
     Subject::cluster("Node", name)
+}
+
+/// Fails when there is no such node. A user who may not read nodes passes: the operator decides.
+pub async fn check_exists(cluster: &Cluster, id: &NodeId) -> Result<()> {
+    cluster.check_exists::<Node>(&cluster.cluster_wide(), &subject(id.as_str())).await
 }
 
 /// A node in JSON.

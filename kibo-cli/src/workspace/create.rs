@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, path::PathBuf};
 
 use clap::Args;
 use kibo_crds::{
-    CommandId, CpuQuantity, MemoryQuantity, NodeId, PoolId, SizeQuantity, Workspace, WorkspaceId,
+    CommandId, CpuQuantity, MemoryQuantity, NodeId, PoolId, SizeQuantity, Template, Volume, Workspace, WorkspaceId,
     workspace::{NewVolume, PowerRequest, PowerState, Resources, VolumeBinding, WorkspaceSpec, WritableLayer},
 };
 use kube::{Api, ResourceExt as _, api::PostParams};
@@ -18,7 +18,7 @@ use crate::{
     cli::{WaitArgs, pair},
     client::Cluster,
     errors::{Error, Kind, On as _, Result, Subject},
-    manifest,
+    manifest, node,
     output::{Form, OutputArgs, print},
 };
 
@@ -105,6 +105,7 @@ pub async fn create(cluster: &Cluster, args: Create) -> Result<()> {
     };
     let namespace = workspace.namespace().unwrap_or_else(|| cluster.namespace().to_owned());
     let api: Api<Workspace> = cluster.namespaced(&namespace);
+    check_parts(cluster, &workspace, &namespace).await?;
     let created = submit(&api, &namespace, &workspace, command_id.as_ref()).await?;
     let subject = target::subject(&created);
     if !wait && matches!(form, Form::Text { .. }) {
@@ -117,6 +118,21 @@ pub async fn create(cluster: &Cluster, args: Create) -> Result<()> {
         created
     };
     power::finish(cluster, &subject, created, true, form).await
+}
+
+/// What a Workspace names must exist now. (A manifest that is applied may come before its parts and
+/// waits for them; somebody at a terminal wants to hear of a typing mistake.)
+async fn check_parts(cluster: &Cluster, workspace: &Workspace, namespace: &str) -> Result<()> {
+    let spec = &workspace.spec;
+    cluster.check_exists::<Template>(&cluster.cluster_wide(), &Subject::cluster("Template", &spec.template)).await?;
+    if let Some(claim) = spec.volume.as_ref().and_then(|volume| volume.claim.as_ref()) {
+        let volume = Subject::namespaced("Volume", claim, namespace);
+        cluster.check_exists::<Volume>(&cluster.namespaced(namespace), &volume).await?;
+    }
+    match spec.power.as_ref().and_then(|power| power.node.as_ref()) {
+        Some(id) => node::check_exists(cluster, id).await,
+        None => Ok(()),
+    }
 }
 
 /// Creates it, or finds what the same command created before.

@@ -1,13 +1,13 @@
 //! `kibo workspace list`.
 
 use clap::Args;
-use kibo_crds::{InstanceId, Node, NodeId, Workspace, workspace::WorkspacePhase};
+use kibo_crds::{InstanceId, NodeId, Workspace, workspace::WorkspacePhase};
 use kube::{Api, api::ListParams};
 
 use super::view::Many;
 use crate::{
     client::{Cluster, Paging, nothing, remark_next_page},
-    errors::{On as _, Result, Subject},
+    errors::{Result, Subject},
     node,
     output::{OutputArgs, present, remark},
 };
@@ -51,7 +51,8 @@ pub async fn list(cluster: &Cluster, args: List) -> Result<()> {
     let api: Api<Workspace> =
         if everywhere { Api::all(cluster.client.clone()) } else { cluster.namespaced(cluster.namespace()) };
     if let Some(node) = &args.node {
-        check_node(cluster, node).await?;
+        // An empty list for a node that does not exist would hide a typing mistake.
+        node::check_exists(cluster, node).await?;
     }
     let subject = Subject::namespaced("Workspace", "", cluster.namespace());
     let mut listed = args.paging.list(&api, params(&args), &subject).await?;
@@ -80,15 +81,6 @@ fn params(args: &List) -> ListParams {
         _ => None,
     };
     params
-}
-
-/// An empty list for a node that does not exist would hide a typing mistake. A user who may not read
-/// nodes gets the list all the same.
-async fn check_node(cluster: &Cluster, id: &NodeId) -> Result<()> {
-    match cluster.cluster_wide::<Node>().get(id.as_str()).await {
-        Err(kube::Error::Api(status)) if status.is_forbidden() => Ok(()),
-        answer => answer.map(|_| ()).on(&node::subject(id.as_str())),
-    }
 }
 
 #[cfg(test)]

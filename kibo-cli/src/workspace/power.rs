@@ -15,6 +15,7 @@ use super::{Start, Stop, target, view::One};
 use crate::{
     client::Cluster,
     errors::{Error, Kind, On as _, Result, Subject},
+    node,
     output::{
         Form, OutputArgs, present, print,
         words::{enum_word, word},
@@ -79,6 +80,9 @@ async fn submit_and_wait(
     output: &OutputArgs,
 ) -> Result<()> {
     let (workspace, subject) = target::fetch(cluster, name_or_id).await?;
+    if let Some(id) = &request.node {
+        node::check_exists(cluster, id).await?;
+    }
     let namespace = workspace.namespace().unwrap_or_default();
     let api: Api<Workspace> = cluster.namespaced(&namespace);
     let workspace = submit(&api, &subject, workspace, request, named).await?;
