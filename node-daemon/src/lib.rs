@@ -11,5 +11,6 @@ pub mod durable;
 pub mod instance;
 pub mod launch;
 pub mod pool;
+pub mod session;
 pub mod spool;
 pub mod state;

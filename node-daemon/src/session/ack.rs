@@ -1,0 +1,97 @@
+//! Whether the operator that answered is one to obey. No I/O.
+
+use kibo_crds::{Incarnation, Term};
+use kibo_protocol::v1;
+
+use crate::state::{Life, NodeRecord};
+
+/// The record after an accepted Hello, or why this operator is not obeyed.
+pub fn accept(
+    record: &NodeRecord,
+    sent: Option<Incarnation>,
+    boot_id: &str,
+    ack: &v1::HelloAck,
+) -> Result<NodeRecord, String> {
+    if ack.cluster_id.is_empty() {
+        return Err("the operator did not say which cluster it speaks for".into());
+    }
+    if !record.cluster_id.is_empty() && record.cluster_id != ack.cluster_id {
+        let (ours, theirs) = (&record.cluster_id, &ack.cluster_id);
+        return Err(format!("the operator speaks for cluster {theirs}, but this node belongs to {ours}"));
+    }
+    let incarnation = Incarnation(ack.incarnation);
+    match sent {
+        Some(sent) if sent != incarnation => {
+            return Err(format!("the operator changed the incarnation from {sent} to {incarnation} unasked"));
+        }
+        None if record.life.as_ref().is_some_and(|life| life.incarnation >= incarnation) || incarnation.0 == 0 => {
+            return Err(format!("the operator gave the incarnation {incarnation}, which is not a new one"));
+        }
+        _ => {}
+    }
+    Ok(NodeRecord {
+        life: Some(Life { incarnation, boot_id: boot_id.to_owned() }),
+        cluster_id: ack.cluster_id.clone(),
+        highest_revision: record.highest_revision.max(ack.revision),
+        highest_term: record.highest_term,
+    })
+}
+
+/// Whether a message of this term is obeyed; `true` when the term is a new highest one.
+pub fn check_term(highest: Term, term: u64) -> Result<bool, String> {
+    let term = Term(term);
+    if term < highest {
+        return Err(format!("a leader of term {term} spoke, but term {highest} was obeyed already"));
+    }
+    Ok(term > highest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ack(incarnation: u64, cluster_id: &str) -> v1::HelloAck {
+        v1::HelloAck { incarnation, cluster_id: cluster_id.into(), revision: 5, ..Default::default() }
+    }
+
+    fn record(incarnation: u64) -> NodeRecord {
+        NodeRecord {
+            life: Some(Life { incarnation: Incarnation(incarnation), boot_id: "a".into() }),
+            cluster_id: "c".into(),
+            highest_revision: 9,
+            highest_term: Term(2),
+        }
+    }
+
+    #[test]
+    fn who_is_obeyed() {
+        let fresh = NodeRecord::default();
+        for (what, record, sent, ack, good) in [
+            ("the first session", fresh.clone(), None, ack(1, "c"), true),
+            ("a daemon restart", record(3), Some(Incarnation(3)), ack(3, "c"), true),
+            ("a host restart", record(3), None, ack(4, "c"), true),
+            ("an incarnation of the past", record(3), None, ack(3, "c"), false),
+            ("no incarnation", fresh.clone(), None, ack(0, "c"), false),
+            ("an incarnation that nobody asked for", record(3), Some(Incarnation(3)), ack(4, "c"), false),
+            ("another cluster", record(3), Some(Incarnation(3)), ack(3, "d"), false),
+            ("no cluster", fresh, None, ack(1, ""), false),
+        ] {
+            let accepted = accept(&record, sent, "b", &ack);
+            assert_eq!(accepted.is_ok(), good, "{what}: {accepted:?}");
+        }
+    }
+
+    #[test]
+    fn the_life_moves_on_to_this_boot_and_the_revision_never_falls() {
+        let accepted = accept(&record(3), None, "b", &ack(4, "c")).unwrap();
+        assert_eq!(accepted.life, Some(Life { incarnation: Incarnation(4), boot_id: "b".into() }));
+        assert_eq!(accepted.highest_revision, 9);
+    }
+
+    #[test]
+    fn a_lower_term_is_not_obeyed() {
+        assert!(check_term(Term(2), 1).is_err());
+        assert_eq!(check_term(Term(2), 2), Ok(false));
+        assert_eq!(check_term(Term(2), 3), Ok(true));
+    }
+}

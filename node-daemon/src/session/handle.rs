@@ -1,0 +1,311 @@
+//! What each message of the operator makes this node do.
+//!
+//! Messages are handled one after the other, so that a Stop never overtakes the Go of its Instance;
+//! whatever takes time goes on in the background.
+
+use std::{collections::HashMap, sync::Arc};
+
+use kibo_crds::{Incarnation, InstanceId};
+use kibo_protocol::v1::{self, from_node, to_node::Message};
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    ack,
+    backoff::End,
+    control::InstanceControl,
+    live,
+    node::Node,
+    outbox::Outbox,
+    settle::{NotHere, settle},
+    streams::{self, Way},
+};
+use crate::{
+    admission::Settings,
+    clock::BootTime,
+    instance::StopMode,
+    launch::{GrantedObject, InvalidMessage, Launch, LaunchRequest, Taker, instance_id},
+    pool::PoolError,
+};
+
+pub struct Handler<I> {
+    node: Arc<Node<I>>,
+    incarnation: Incarnation,
+    outbox: Outbox,
+    way: Way,
+    desired: Vec<v1::Desired>,
+    streams: HashMap<String, CancellationToken>,
+    /// Ends every stream with the session.
+    closed: CancellationToken,
+}
+
+fn stop_mode(mode: v1::StopMode) -> StopMode {
+    match mode {
+        v1::StopMode::Force => StopMode::Force,
+        v1::StopMode::Normal | v1::StopMode::Unspecified => StopMode::Normal,
+    }
+}
+
+impl<I: InstanceControl> Handler<I> {
+    /// Applies the settings of an accepted Hello.
+    pub fn begin(
+        node: Arc<Node<I>>,
+        incarnation: Incarnation,
+        outbox: Outbox,
+        way: Way,
+        ack: &v1::HelloAck,
+    ) -> Result<Self, End> {
+        let desired = ack.desired.clone();
+        let handler =
+            Self { node, incarnation, outbox, way, desired, streams: HashMap::new(), closed: CancellationToken::new() };
+        let settings = ack.settings.as_ref().ok_or_else(|| End::Disobeyed("the HelloAck has no settings".into()))?;
+        handler.apply(settings)?;
+        Ok(handler)
+    }
+
+    pub fn close(&self) {
+        self.closed.cancel();
+    }
+
+    fn taker(&self, instance: InstanceId) -> Taker {
+        Taker { node: self.node.id.clone(), incarnation: self.incarnation, instance }
+    }
+
+    fn launch(&self, message: Option<v1::Launch>) -> Result<Launch, InvalidMessage> {
+        let missing = || InvalidMessage { field: "launch", problem: "it is missing".into() };
+        Launch::read(message.ok_or_else(missing)?, self.node.id.clone(), self.incarnation)
+    }
+
+    /// Starts what the control plane holds for this node and this node does not know, and stops what
+    /// is to stop.
+    pub async fn start_desired(&mut self) {
+        for desired in std::mem::take(&mut self.desired) {
+            let stop = desired.stop.map(|_| stop_mode(desired.stop()));
+            match self.launch(desired.launch) {
+                Ok(launch) => self.desire(launch, stop).await,
+                Err(error) => tracing::error!(%error, "an Instance of the desired set cannot be understood"),
+            }
+        }
+    }
+
+    async fn desire(&self, launch: Launch, stop: Option<StopMode>) {
+        let instance = launch.instance();
+        match stop {
+            _ if self.node.is_over(instance) => {}
+            Some(mode) if self.node.is_listed(instance) => self.node.instances.stop(instance, mode).await,
+            Some(_) => self.not_here(launch, "it was to be stopped and does not run".into()),
+            None if self.node.is_listed(instance) => {}
+            None => match self.node.admission.committed(&launch, &self.node.instances.list(), BootTime::now()) {
+                Ok(()) => self.start(launch).await,
+                Err(refusal) => self.not_here(launch, refusal.message),
+            },
+        }
+    }
+
+    async fn start(&self, launch: Launch) {
+        let instance = launch.instance();
+        self.node.instances.start(launch).await;
+        self.node.admission.registered(instance);
+    }
+
+    fn not_here(&self, launch: Launch, message: String) {
+        let objects = launch.objects().cloned().collect();
+        let workspace_uid = launch.workspace.uid;
+        settle(&self.node, NotHere { taker: launch.taker, workspace_uid, objects, message });
+    }
+
+    /// Does what a message says. An error ends the session.
+    pub async fn handle(&mut self, message: v1::ToNode) -> Result<(), End> {
+        let is_new_term = ack::check_term(self.node.state.get().highest_term, message.term).map_err(End::Disobeyed)?;
+        if is_new_term {
+            let term = kibo_crds::Term(message.term);
+            self.node.state.update(|record| record.highest_term = term).map_err(|e| End::Local(e.to_string()))?;
+        }
+        match message.message {
+            Some(Message::HelloAck(_)) => return Err(End::Disobeyed("the operator answered the Hello twice".into())),
+            Some(Message::Refused(refused)) => return Err(live::refusal(&refused)),
+            Some(Message::Settings(settings)) => self.apply(&settings)?,
+            Some(Message::Offer(offer)) => self.offer(&offer),
+            Some(Message::Revoke(revoke)) => self.node.admission.revoke(&revoke.offer_id),
+            Some(Message::Go(go)) => self.go(go).await,
+            Some(Message::Stop(stop)) => self.stop(&stop).await,
+            Some(Message::TearDown(tear_down)) => self.tear_down(tear_down).await,
+            Some(Message::EventAck(ack)) => self.ack(&ack).await,
+            Some(Message::DeleteObject(delete)) => self.object(delete.command_id, delete.object, Command::Delete),
+            Some(Message::ConfirmNotTaken(confirm)) => {
+                self.object(confirm.command_id, confirm.object, Command::ConfirmNotTaken);
+            }
+            Some(Message::OpenStream(open)) => self.open_stream(open),
+            Some(Message::CloseStream(close)) => {
+                if let Some(stream) = self.streams.remove(&close.stream_id) {
+                    stream.cancel();
+                }
+            }
+            // Of a newer operator: it knows from the version that this node cannot do it.
+            None => tracing::debug!("a message of an unknown kind is ignored"),
+        }
+        Ok(())
+    }
+
+    fn apply(&self, message: &v1::Settings) -> Result<(), End> {
+        let settings =
+            Settings::read(message).ok_or_else(|| End::Disobeyed("the settings have a ratio beyond 16".into()))?;
+        self.node.admission.apply(settings);
+        let revision = settings.revision;
+        tracing::info!(revision, drain = settings.drain, slots = settings.slots, "settings applied");
+        self.outbox.send(from_node::Message::SettingsApplied(v1::SettingsApplied { revision }));
+        Ok(())
+    }
+
+    fn offer(&self, offer: &v1::Offer) {
+        let offer_id = offer.offer_id.clone();
+        let missing = || InvalidMessage { field: "launch", problem: "it is missing".into() };
+        let request = offer.launch.as_ref().ok_or_else(missing).and_then(LaunchRequest::read);
+        let refusal = match request {
+            Err(error) => Some((v1::RefuseReason::Invalid, error.to_string())),
+            Ok(request) if self.node.is_over(request.instance) => {
+                Some((v1::RefuseReason::Stale, format!("{} has ended here", request.instance)))
+            }
+            Ok(request) => {
+                let instances = self.node.instances.list();
+                let decision = self.node.admission.offer(&offer_id, &request, &instances, BootTime::now());
+                decision.err().map(|refusal| (refusal.reason, refusal.message))
+            }
+        };
+        let answer = match refusal {
+            None => from_node::Message::Accept(v1::Accept { offer_id }),
+            Some((reason, message)) => {
+                tracing::info!(offer = offer_id, reason = reason.as_str_name(), message, "offer refused");
+                from_node::Message::Refuse(v1::Refuse { offer_id, reason: reason.into(), message })
+            }
+        };
+        self.outbox.send(answer);
+    }
+
+    async fn go(&self, go: v1::Go) {
+        let launch = match self.launch(go.launch) {
+            Ok(launch) => launch,
+            Err(error) => {
+                tracing::error!(offer = go.offer_id, %error, "a Go cannot be understood");
+                return;
+            }
+        };
+        let instance = launch.instance();
+        if self.node.is_over(instance) || self.node.is_listed(instance) {
+            return;
+        }
+        match self.node.admission.go(&go.offer_id, &launch, BootTime::now()) {
+            Ok(()) => self.start(launch).await,
+            Err(message) => self.not_here(launch, message),
+        }
+    }
+
+    async fn stop(&self, stop: &v1::Stop) {
+        let instance = match instance_id(&stop.instance_id) {
+            Ok(instance) => instance,
+            Err(error) => return tracing::error!(%error, "a Stop cannot be understood"),
+        };
+        if self.node.is_over(instance) {
+            return;
+        }
+        if self.node.is_listed(instance) {
+            return self.node.instances.stop(instance, stop_mode(stop.mode())).await;
+        }
+        let mut objects = Vec::new();
+        for object in &stop.objects {
+            match GrantedObject::try_from(object) {
+                Ok(object) => objects.push(object),
+                Err(error) => tracing::error!(%instance, %error, "an object of a Stop cannot be understood"),
+            }
+        }
+        // A Workspace's own object, its writable layer, comes first.
+        let workspace_uid = stop.objects.first().map(|object| object.uid.clone()).unwrap_or_default();
+        let message = "it was to be stopped and does not run here".into();
+        settle(&self.node, NotHere { taker: self.taker(instance), workspace_uid, objects, message });
+    }
+
+    async fn tear_down(&self, tear_down: v1::TearDown) {
+        match instance_id(&tear_down.instance_id) {
+            Ok(instance) if self.node.is_listed(instance) => {
+                tracing::warn!(%instance, reason = tear_down.reason, "torn down");
+                self.node.instances.tear_down(instance, tear_down.reason).await;
+            }
+            Ok(_) => {}
+            Err(error) => tracing::error!(%error, "a TearDown cannot be understood"),
+        }
+    }
+
+    async fn ack(&self, ack: &v1::EventAck) {
+        let Ok(instance) = instance_id(&ack.instance_id) else { return };
+        let (spool, seq) = (Arc::clone(&self.node.spool), ack.seq);
+        // May compact a journal, which waits for the disk.
+        if let Err(error) = tokio::task::spawn_blocking(move || spool.ack(instance, seq)).await {
+            tracing::error!(%instance, %error, "noting an acknowledgement failed");
+        }
+    }
+
+    fn object(&self, command_id: String, object: Option<v1::Object>, command: Command) {
+        let granted = object
+            .as_ref()
+            .ok_or_else(|| InvalidMessage { field: "object", problem: "it is missing".into() })
+            .and_then(GrantedObject::try_from);
+        let granted = match granted {
+            Ok(granted) => granted,
+            Err(error) => return tracing::error!(command = command_id, %error, "a command cannot be understood"),
+        };
+        let (node, outbox) = (Arc::clone(&self.node), self.outbox.clone());
+        tokio::task::spawn_blocking(move || {
+            let result = node.pools.get(&granted.object.pool).and_then(|pool| match command {
+                Command::Delete => pool.delete(&granted).map(|()| v1::ObjectUse::Released),
+                Command::ConfirmNotTaken => pool.confirm_not_taken(&granted),
+            });
+            if let Err(error) = &result {
+                tracing::warn!(object = %granted.object.uid, %error, "a command on an object failed");
+            }
+            outbox.send(from_node::Message::ObjectResult(object_result(command_id, &granted, result)));
+        });
+    }
+
+    fn open_stream(&mut self, open: v1::OpenStream) {
+        self.streams.retain(|_, stream| !stream.is_cancelled());
+        let cancel = self.closed.child_token();
+        self.streams.insert(open.stream_id.clone(), cancel.clone());
+        let stream = streams::Stream {
+            node: Arc::clone(&self.node),
+            way: self.way.clone(),
+            outbox: self.outbox.clone(),
+            cancel,
+        };
+        tokio::spawn(stream.run(open));
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Command {
+    Delete,
+    ConfirmNotTaken,
+}
+
+fn object_result(
+    command_id: String,
+    granted: &GrantedObject,
+    result: Result<v1::ObjectUse, PoolError>,
+) -> v1::ObjectResult {
+    let answer = v1::ObjectResult {
+        command_id,
+        uid: granted.object.uid.to_string(),
+        epoch: granted.grant.epoch.0,
+        ..Default::default()
+    };
+    match result {
+        Ok(object_use) => v1::ObjectResult { ok: true, r#use: object_use.into(), ..answer },
+        Err(error) => {
+            let failure = match &error {
+                PoolError::Unknown(_) | PoolError::Unavailable { .. } => v1::ObjectFailure::PoolUnavailable,
+                PoolError::Conflict { .. } => v1::ObjectFailure::HolderConflict,
+                PoolError::InUse(_) | PoolError::Busy(_) => v1::ObjectFailure::InUse,
+                PoolError::Io { .. } => v1::ObjectFailure::Io,
+            };
+            v1::ObjectResult { ok: false, failure: failure.into(), message: error.to_string(), ..answer }
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! One session, from the Hello to its end.
+
+use std::{sync::Arc, time::Duration};
+
+use kibo_protocol::v1::{self, from_node::Message};
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Streaming, transport::Channel};
+
+use super::{
+    ack,
+    backoff::End,
+    control::InstanceControl,
+    handle::Handler,
+    hello,
+    node::Node,
+    outbox::{EventSender, Outbox},
+    report::{self, Reporter},
+    streams::Way,
+};
+use crate::state::Credentials;
+
+/// The operator lists everything before it answers the first Hello of its term.
+const ACK_WITHIN: Duration = Duration::from_secs(30);
+const OPEN_WITHIN: Duration = Duration::from_secs(10);
+/// How often the node looks whether a report is due.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// A desired set of thousands of Instances is one message.
+const MAX_MESSAGE: usize = 64 << 20;
+
+pub async fn run<I: InstanceControl>(
+    node: &Arc<Node<I>>,
+    credentials: &Credentials,
+    way: Way,
+    channel: Channel,
+) -> End {
+    let (outbox, messages) = Outbox::new();
+    let hello = first_message(node, credentials);
+    let sent = hello.incarnation.map(kibo_crds::Incarnation);
+    outbox.send(Message::Hello(hello));
+    let mut client = v1::node_control_client::NodeControlClient::new(channel)
+        .max_decoding_message_size(MAX_MESSAGE)
+        .max_encoding_message_size(MAX_MESSAGE);
+    let mut inbound = match timeout(OPEN_WITHIN, client.session(ReceiverStream::new(messages))).await {
+        Err(_) => return End::Lost("the operator did not open the session in time".into()),
+        Ok(Err(status)) => return End::Lost(format!("the operator closed the session: {}", said(&status))),
+        Ok(Ok(response)) => response.into_inner(),
+    };
+    let first = match timeout(ACK_WITHIN, next(&mut inbound)).await {
+        Err(_) => return End::Lost("the operator did not answer the Hello in time".into()),
+        Ok(Err(end)) => return end,
+        Ok(Ok(message)) => message,
+    };
+    let mut handler = match accept(node, &first, sent, outbox.clone(), way) {
+        Ok(handler) => handler,
+        Err(end) => return end,
+    };
+    let end = serve(node, &mut handler, &mut inbound, &outbox).await;
+    handler.close();
+    end
+}
+
+fn first_message<I: InstanceControl>(node: &Node<I>, credentials: &Credentials) -> v1::Hello {
+    hello::hello(&hello::Facts {
+        credentials,
+        record: &node.state.get(),
+        boot_id: &node.boot_id,
+        node: &node.config.node,
+        resources: node.config.resources,
+        pools: &node.pools,
+        listed: &node.instances.list(),
+        spool: &node.spool,
+    })
+}
+
+fn said(status: &tonic::Status) -> String {
+    format!("{} ({})", status.message(), status.code())
+}
+
+async fn next(inbound: &mut Streaming<v1::ToNode>) -> Result<v1::ToNode, End> {
+    match inbound.message().await {
+        Ok(Some(message)) => Ok(message),
+        Ok(None) => Err(End::Lost("the operator ended the session".into())),
+        Err(status) => Err(End::Lost(format!("the session broke: {}", said(&status)))),
+    }
+}
+
+/// Checks the term and the answer, and writes down what follows before anything is done.
+fn accept<I: InstanceControl>(
+    node: &Arc<Node<I>>,
+    first: &v1::ToNode,
+    sent: Option<kibo_crds::Incarnation>,
+    outbox: Outbox,
+    way: Way,
+) -> Result<Handler<I>, End> {
+    let ack = match &first.message {
+        Some(v1::to_node::Message::HelloAck(ack)) => ack,
+        Some(v1::to_node::Message::Refused(refused)) => return Err(refusal(refused)),
+        _ => return Err(End::Disobeyed("the operator's first message is no answer to the Hello".into())),
+    };
+    let record = node.state.get();
+    ack::check_term(record.highest_term, first.term).map_err(End::Disobeyed)?;
+    let mut accepted = ack::accept(&record, sent, &node.boot_id, ack).map_err(End::Disobeyed)?;
+    accepted.highest_term = kibo_crds::Term(first.term);
+    node.state.update(|record| *record = accepted).map_err(|error| End::Local(error.to_string()))?;
+    let incarnation = kibo_crds::Incarnation(ack.incarnation);
+    tracing::info!(
+        session = ack.session_id,
+        %incarnation,
+        term = first.term,
+        desired = ack.desired.len(),
+        "the session is open"
+    );
+    Handler::begin(Arc::clone(node), incarnation, outbox, way, ack)
+}
+
+pub fn refusal(refused: &v1::SessionRefused) -> End {
+    End::Refused { reason: refused.reason(), message: refused.message.clone() }
+}
+
+async fn serve<I: InstanceControl>(
+    node: &Arc<Node<I>>,
+    handler: &mut Handler<I>,
+    inbound: &mut Streaming<v1::ToNode>,
+    outbox: &Outbox,
+) -> End {
+    let mut events = EventSender::default();
+    let mut changes = node.spool.changes();
+    let mut reporter = Reporter::default();
+    let mut look = interval(LOOK_EVERY);
+    look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    handler.start_desired().await;
+    changes.mark_changed();
+    loop {
+        tokio::select! {
+            message = next(inbound) => {
+                let ended = match message {
+                    Ok(message) => handler.handle(message).await,
+                    Err(end) => Err(end),
+                };
+                if let Err(end) = ended {
+                    return end;
+                }
+            }
+            // The sender lives as long as the spool.
+            _ = changes.changed() => {
+                changes.mark_unchanged();
+                events.pump(&node.spool, outbox);
+            }
+            _ = look.tick() => {
+                if let Some(report) = reporter.due(report::report(node), Instant::now()) {
+                    outbox.send(Message::Report(report));
+                }
+            }
+            () = outbox.broken() => return End::Lost("the operator does not read what this node sends".into()),
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! What all sessions of this daemon share.
+
+use std::{
+    collections::HashSet,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use kibo_crds::{Incarnation, InstanceId, NodeId};
+use kibo_protocol::v1;
+
+use super::control::InstanceControl;
+use crate::{
+    admission::Admission,
+    config::Config,
+    pool::Pools,
+    spool::EventSpool,
+    state::{NodeState, StateDir},
+};
+
+/// The rooms that a node is made from.
+pub struct NodeParts<I> {
+    pub id: NodeId,
+    /// The kernel's random id of this boot.
+    pub boot_id: String,
+    pub config: Arc<Config>,
+    pub dir: StateDir,
+    pub state: NodeState,
+    pub pools: Arc<Pools>,
+    pub spool: Arc<EventSpool>,
+    pub instances: I,
+}
+
+pub struct Node<I> {
+    pub(super) id: NodeId,
+    pub(super) boot_id: String,
+    pub(super) config: Arc<Config>,
+    pub(super) dir: StateDir,
+    pub(super) state: NodeState,
+    pub(super) pools: Arc<Pools>,
+    pub(super) spool: Arc<EventSpool>,
+    pub(super) admission: Admission,
+    pub(super) instances: I,
+    settling: Mutex<HashSet<InstanceId>>,
+}
+
+impl<I: InstanceControl> Node<I> {
+    pub fn new(parts: NodeParts<I>) -> Self {
+        let NodeParts { id, boot_id, config, dir, state, pools, spool, instances } = parts;
+        let admission = Admission::new(config.resources, config.images.dir.clone(), Arc::clone(&pools));
+        let settling = Mutex::default();
+        Self { id, boot_id, config, dir, state, pools, spool, admission, instances, settling }
+    }
+
+    /// Marks an Instance whose grants are being closed; `false` when it is marked already.
+    pub(super) fn begin_settling(&self, instance: InstanceId) -> bool {
+        self.settling.lock().unwrap_or_else(PoisonError::into_inner).insert(instance)
+    }
+
+    pub(super) fn end_settling(&self, instance: InstanceId) {
+        self.settling.lock().unwrap_or_else(PoisonError::into_inner).remove(&instance);
+    }
+
+    /// Whether this Instance ended here, or will, without being started again.
+    pub(super) fn is_over(&self, instance: InstanceId) -> bool {
+        self.spool.has_ended(instance)
+            || self.settling.lock().unwrap_or_else(PoisonError::into_inner).contains(&instance)
+    }
+
+    pub(super) fn is_listed(&self, instance: InstanceId) -> bool {
+        self.instances.list().iter().any(|summary| summary.id == instance)
+    }
+
+    /// The life that this node leads since its last session.
+    pub(super) fn incarnation(&self) -> Option<Incarnation> {
+        self.state.get().life.map(|life| life.incarnation)
+    }
+
+    /// An operator asserted that this node is dead, and others may use what it held: make it true.
+    pub(super) async fn isolate(&self) {
+        tracing::error!(incarnation = ?self.incarnation(), "this node was isolated: all its Instances are destroyed");
+        self.instances.destroy_all(v1::EndReason::Isolated).await;
+        if let Err(error) = self.state.update(|record| record.life = None) {
+            tracing::error!(%error, "failed to forget the incarnation; the next session is refused again");
+        }
+    }
+}
