@@ -16,8 +16,9 @@ use tokio::time::{Instant, sleep};
 use super::component::{CONTROL_PLANE, Component};
 use super::control_plane;
 use super::layout::Layout;
+use super::leftovers::remove_cgroups;
 use super::pki::{self, Pki, PkiError};
-use super::process::{self, Launch, ProcessError, ProcessId};
+use super::process::{self, Launch, ProcessError, ProcessId, VirtualMachine};
 use super::programs::Programs;
 use super::progress::Progress;
 use super::record::{Ports, Record, RecordError, Started};
@@ -379,23 +380,36 @@ impl LocalCluster {
                 self.progress.step(&format!("stopping {component}"), self.stop(component)).await?;
             }
         }
+        for node in self.recorded().nodes {
+            if !self.virtual_machines(&node.id).is_empty() {
+                let what = format!("ending the virtual machines of {}", node.id);
+                self.progress.step(&what, self.end_virtual_machines(&node.id)).await?;
+            }
+            remove_cgroups(&node.id).await;
+        }
         self.down_unrecorded().await?;
         self.change_record(|record| record.processes.clear())
     }
 
     /// Kills the virtual machines of a node whose daemon does not run, as a host that loses power.
     pub async fn end_virtual_machines(&self, node: &str) -> Result<(), ClusterError> {
-        let daemon = self.process(&Component::Node(node.to_owned()));
-        for listed in process::processes_of(&self.layout.node(node)) {
-            if Some(listed.id) != daemon {
-                listed.id.kill().await?;
-            }
+        for machine in self.virtual_machines(node) {
+            machine.id.kill().await?;
         }
+        remove_cgroups(node).await;
         Ok(())
     }
 
-    /// What a listing still finds: virtual machines, which outlive their daemon, and whatever an
-    /// interrupted `up` started without recording it.
+    /// The virtual machines of a node of this cluster. Another cluster may have a node of the same
+    /// name: its machines say that they belong to another state directory.
+    pub fn virtual_machines(&self, node: &str) -> Vec<VirtualMachine> {
+        let state = self.layout.node(node).join("state");
+        let mut machines = process::virtual_machines(node);
+        machines.retain(|machine| machine.state_dir.as_ref().is_none_or(|dir| *dir == state));
+        machines
+    }
+
+    /// What a listing still finds: whatever an interrupted `up` started without recording it.
     async fn down_unrecorded(&self) -> Result<(), ClusterError> {
         let left = process::processes_of(self.layout.root());
         if left.is_empty() {

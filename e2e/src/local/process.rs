@@ -210,6 +210,8 @@ pub fn processes_of(state: &Path) -> Vec<Listed> {
 pub struct VirtualMachine {
     pub id: ProcessId,
     pub instance: String,
+    /// The state directory of the daemon that started it, where it says so.
+    pub state_dir: Option<PathBuf>,
 }
 
 /// The virtual machines of a node: their processes carry `kibotos:<node>:<instance>` as their name.
@@ -222,7 +224,9 @@ pub fn virtual_machines(node: &str) -> Vec<VirtualMachine> {
             // As an option's value: a search for the name is no virtual machine.
             let name = cmdline.windows(2).find(|pair| pair[0] == "-name")?[1].clone();
             let instance = name.strip_prefix(&prefix)?.to_owned();
-            Some(VirtualMachine { id: ProcessId::of(process.pid)?, instance })
+            let environ = process.environ().unwrap_or_default();
+            let state_dir = environ.get(&OsString::from("KIBOTOS_STATE_DIR")).map(PathBuf::from);
+            Some(VirtualMachine { id: ProcessId::of(process.pid)?, instance, state_dir })
         })
         .collect()
 }

@@ -125,7 +125,7 @@ impl Shared {
     async fn take_down(&self) -> Result<()> {
         let Some(cluster) = self.cluster.get() else { return Ok(()) };
         cluster.down().await?;
-        let left = leftovers(cluster.layout());
+        let left = leftovers(cluster.layout(), &cluster.recorded().nodes);
         if env::var_os("KIBOTOS_KEEP").is_some() {
             eprintln!("kept: {}", self.root.display());
         } else {
