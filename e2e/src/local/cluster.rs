@@ -345,6 +345,7 @@ impl LocalCluster {
 
     /// Starts what of the control plane does not run.
     pub async fn up_control_plane(&self) -> Result<(), ClusterError> {
+        self.end_unrecorded_components().await?;
         for component in &CONTROL_PLANE {
             if self.process(component).is_none() {
                 self.progress.step(&component.to_string(), self.start(component)).await?;
@@ -407,6 +408,18 @@ impl LocalCluster {
         let mut machines = process::virtual_machines(node);
         machines.retain(|machine| machine.state_dir.as_ref().is_none_or(|dir| *dir == state));
         machines
+    }
+
+    /// Ends components that an `up` had started when it was interrupted, before it could record
+    /// them: they would stand in the way of those that are started now.
+    async fn end_unrecorded_components(&self) -> Result<(), ClusterError> {
+        let record = self.recorded();
+        let known: Vec<ProcessId> = record.processes.values().map(|started| started.process).collect();
+        let listed = process::processes_of(self.layout.root());
+        for stray in listed.iter().filter(|it| it.is_component() && !known.contains(&it.id)) {
+            stray.id.kill().await?;
+        }
+        Ok(())
     }
 
     /// What a listing still finds: whatever an interrupted `up` started without recording it.

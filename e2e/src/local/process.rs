@@ -196,11 +196,12 @@ pub fn processes_of(state: &Path) -> Vec<Listed> {
             let cmdline = process.cmdline().ok()?;
             let program = Path::new(cmdline.first()?).file_name()?.to_string_lossy().into_owned();
             // A command line alone proves little: an editor may have a file of ours open.
-            let named = OURS.contains(&program.as_str()) && cmdline.iter().any(|arg| mentions(arg, state));
+            let named = COMPONENTS.contains(&program.as_str()) && cmdline.iter().any(|arg| mentions(arg, state));
             if !marked && !named {
                 return None;
             }
-            Some(Listed { id: ProcessId::of(process.pid)?, program, command: cmdline.join(" ") })
+            let leads_session = process.stat().is_ok_and(|stat| stat.session == process.pid);
+            Some(Listed { id: ProcessId::of(process.pid)?, program, leads_session, command: cmdline.join(" ") })
         })
         .collect()
 }
@@ -238,10 +239,21 @@ pub struct Listed {
     /// The file name of its first argument.
     pub program: String,
     pub command: String,
+    /// As every component does; what a component starts does not.
+    leads_session: bool,
 }
 
-const OURS: [&str; 6] =
-    ["etcd", "kube-apiserver", "kube-controller-manager", "kibo-operator", "kibo-node-daemon", "qemu-system-x86_64"];
+impl Listed {
+    /// Whether it is one of the programs that a local cluster starts itself; a virtual machine is not.
+    pub fn is_component(&self) -> bool {
+        let name = self.program.as_str();
+        let is_ours = COMPONENTS.contains(&name) && (name != "kibo-node-daemon" || self.command.contains(" run "));
+        is_ours && self.leads_session
+    }
+}
+
+const COMPONENTS: [&str; 5] =
+    ["etcd", "kube-apiserver", "kube-controller-manager", "kibo-operator", "kibo-node-daemon"];
 
 /// Whether `arg` contains the path `state` itself or something below it, not merely a longer name.
 fn mentions(arg: &str, state: &Path) -> bool {

@@ -2,6 +2,7 @@
 //! and on nodes of its own. The cluster starts with the first test that runs and is taken down after
 //! the last, whatever happened; then nothing of it may be left on the host.
 
+mod audit;
 mod place;
 mod wait;
 mod workspaces;
@@ -125,12 +126,14 @@ impl Shared {
     async fn take_down(&self) -> Result<()> {
         let Some(cluster) = self.cluster.get() else { return Ok(()) };
         cluster.down().await?;
+        let rights = audit::operator_was_never_refused(cluster.layout());
         let left = leftovers(cluster.layout(), &cluster.recorded().nodes);
         if env::var_os("KIBOTOS_KEEP").is_some() {
             eprintln!("kept: {}", self.root.display());
         } else {
             std::fs::remove_dir_all(&self.root).with_context(|| format!("failed to remove {}", self.root.display()))?;
         }
+        rights?;
         anyhow::ensure!(left.is_empty(), "the cluster left on this host:\n  {}", left.join("\n  "));
         Ok(())
     }
