@@ -1,1 +1,328 @@
+use std::os::unix::fs::MetadataExt as _;
 
+use kibo_crds::{Incarnation, InstanceId};
+use kibo_protocol::v1::ObjectUse;
+
+use super::{
+    record_files::{Kind, list, write},
+    records::Record,
+    *,
+};
+use crate::launch::{Grant, GrantedObject, Object, PredecessorEnd, Taker};
+
+const UID: &str = "6f9619ff-8b86-d011-b42d-00c04fc964ff";
+
+struct Setup {
+    dir: tempfile::TempDir,
+}
+
+impl Setup {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        init(dir.path(), &"p".parse().unwrap()).unwrap();
+        Self { dir }
+    }
+
+    /// The pool as this node sees it, opened anew: as after a restart of its daemon.
+    fn on(&self, node: &str) -> Pool {
+        let config = PoolConfig { id: "p".parse().unwrap(), path: self.dir.path().to_owned(), default: true };
+        Pools::open(&[config], &node.parse().unwrap()).unwrap().0.into_values().next().unwrap()
+    }
+
+    fn object_dir(&self) -> PathBuf {
+        self.dir.path().join(marker::OBJECTS).join(UID)
+    }
+
+    fn files(&self) -> Vec<String> {
+        let Ok(entries) = fs::read_dir(self.object_dir()) else { return Vec::new() };
+        let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+}
+
+fn object(epoch: u64, predecessor_end: PredecessorEnd) -> GrantedObject {
+    GrantedObject {
+        object: Object {
+            uid: UID.parse().unwrap(),
+            pool: "p".parse().unwrap(),
+            size: Bytes::mib(64),
+            must_exist: false,
+        },
+        grant: Grant { epoch: Epoch(epoch), predecessor: Epoch(epoch - 1), predecessor_end },
+    }
+}
+
+fn taker(node: &str) -> Taker {
+    Taker { node: node.parse().unwrap(), incarnation: Incarnation(1), instance: InstanceId::generate() }
+}
+
+#[test]
+fn a_first_take_makes_the_image() {
+    let setup = Setup::new();
+    let taken = setup.on("a").take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
+    let metadata = taken.file.metadata().unwrap();
+    assert_eq!(metadata.size(), 64 << 20);
+    assert!(metadata.blocks() * 512 < 16 << 20, "the image is sparse");
+    assert_eq!(metadata.mode() & 0o777, 0o600);
+    assert_eq!(setup.files(), ["holder.1", "image.raw"]);
+    // The magic number of ext4.
+    let mut superblock = [0; 2];
+    let image = fs::File::open(setup.object_dir().join("image.raw")).unwrap();
+    std::os::unix::fs::FileExt::read_exact_at(&image, &mut superblock, 1024 + 0x38).unwrap();
+    assert_eq!(superblock, [0x53, 0xEF]);
+}
+
+#[test]
+fn released_and_taken_again_by_another_node_it_is_the_same_image() {
+    let setup = Setup::new();
+    let (a, b) = (setup.on("a"), setup.on("b"));
+    let first = a.take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
+    let inode = first.file.metadata().unwrap().ino();
+    a.release(&first.uid, first.epoch).unwrap();
+    a.release(&first.uid, first.epoch).unwrap();
+    let second = b.take(&object(2, PredecessorEnd::Released), &taker("b")).unwrap();
+    assert_eq!(second.file.metadata().unwrap().ino(), inode);
+    assert_eq!(setup.files(), ["holder.2", "image.raw"]);
+}
+
+#[test]
+fn what_another_holds_is_refused_and_that_grant_is_void_for_ever() {
+    let setup = Setup::new();
+    let (a, b) = (setup.on("a"), setup.on("b"));
+    let held = a.take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
+    let wrong = object(2, PredecessorEnd::Released);
+    let error = b.take(&wrong, &taker("b")).unwrap_err();
+    assert_eq!(error.end_reason(), v1::EndReason::HolderConflict);
+    assert_eq!(error.object_use, ObjectUse::Refused);
+    assert!(error.to_string().contains("not released by a"), "{error}");
+    a.release(&held.uid, held.epoch).unwrap();
+    let error = b.take(&wrong, &taker("b")).unwrap_err();
+    assert_eq!(error.end_reason(), v1::EndReason::NotStarted);
+    b.take(&object(3, PredecessorEnd::Refused), &taker("b")).unwrap();
+}
+
+#[test]
+fn the_dead_do_not_stop_the_living() {
+    let setup = Setup::new();
+    setup.on("a").take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
+    let b = setup.on("b");
+    let taken = b.take(&object(2, PredecessorEnd::Isolated), &taker("b")).unwrap();
+    b.release(&taken.uid, taken.epoch).unwrap();
+    setup.on("c").take(&object(3, PredecessorEnd::Released), &taker("c")).unwrap();
+    // The isolated node comes back with its old grant.
+    let error = setup.on("a").take(&object(1, PredecessorEnd::None), &taker("a")).unwrap_err();
+    assert_eq!(error.end_reason(), v1::EndReason::HolderConflict);
+}
+
+/// Killed between any two steps of a take: the same Instance goes on.
+#[test]
+fn a_take_that_was_killed_anywhere_is_taken_up() {
+    let granted = object(2, PredecessorEnd::Released);
+    let mine = taker("a");
+    let record = |epoch, taker: Option<&Taker>| Record {
+        taker: taker.cloned(),
+        grant: object(epoch, PredecessorEnd::Released).grant,
+    };
+    let node: NodeId = "a".parse().unwrap();
+    let before = taker("b");
+    type Step<'a> = (&'a str, Box<dyn Fn(&Path) + 'a>);
+    let steps: Vec<Step<'_>> = vec![
+        ("nothing but the directory", Box::new(|_| ())),
+        ("half a temporary record", Box::new(|dir| fs::write(dir.join(".record.a.01"), "{").unwrap())),
+        ("the own record", Box::new(|dir| assert!(write(dir, &node, Kind::Taken, &record(2, Some(&mine))).unwrap()))),
+        ("half an image", Box::new(|dir| fs::write(dir.join("image.raw.new"), "half").unwrap())),
+        (
+            "an old epoch of which only the release is left",
+            Box::new(|dir| assert!(write(dir, &node, Kind::Released, &record(1, Some(&before))).unwrap())),
+        ),
+    ];
+    for (what, step) in steps {
+        let setup = Setup::new();
+        let pool = setup.on("a");
+        fs::create_dir(setup.object_dir()).unwrap();
+        step(&setup.object_dir());
+        pool.take(&granted, &mine).unwrap_or_else(|error| panic!("{what}: {error}"));
+        assert_eq!(setup.files(), ["holder.2", "image.raw"], "{what}");
+        // The second time is the same as the first.
+        drop(pool.take(&granted, &mine).unwrap());
+    }
+}
+
+#[test]
+fn a_temporary_record_of_another_node_is_left_alone() {
+    let setup = Setup::new();
+    fs::create_dir(setup.object_dir()).unwrap();
+    fs::write(setup.object_dir().join(".record.b.01"), "{").unwrap();
+    setup.on("a").take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
+    assert!(setup.files().contains(&".record.b.01".to_owned()));
+}
+
+#[test]
+fn an_image_that_must_exist_is_not_made() {
+    let setup = Setup::new();
+    let mut granted = object(1, PredecessorEnd::None);
+    granted.object.must_exist = true;
+    let error = setup.on("a").take(&granted, &taker("a")).unwrap_err();
+    assert_eq!(error.end_reason(), v1::EndReason::StorageFailed);
+    // The record says that nobody uses it.
+    assert_eq!(error.object_use, ObjectUse::Released);
+    assert_eq!(setup.files(), ["holder.1", "holder.1.released"]);
+}
+
+#[test]
+fn an_image_of_another_size_is_refused() {
+    let setup = Setup::new();
+    let pool = setup.on("a");
+    let taken = pool.take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
+    pool.release(&taken.uid, taken.epoch).unwrap();
+    let mut larger = object(2, PredecessorEnd::Released);
+    larger.object.size = Bytes::mib(128);
+    let error = pool.take(&larger, &taker("a")).unwrap_err();
+    assert!(matches!(error.cause, TakeFailure::Image(ImageError::Size { .. })), "{error}");
+}
+
+#[test]
+fn an_image_larger_than_the_pool_is_refused_before_it_is_made() {
+    let setup = Setup::new();
+    let mut granted = object(1, PredecessorEnd::None);
+    granted.object.size = Bytes(1 << 60);
+    let error = setup.on("a").take(&granted, &taker("a")).unwrap_err();
+    assert!(matches!(error.cause, TakeFailure::Image(ImageError::NoSpace { .. })), "{error}");
+    assert_eq!(setup.files(), ["holder.1", "holder.1.released"]);
+}
+
+#[test]
+fn a_grant_that_was_never_taken_is_closed_for_good() {
+    let setup = Setup::new();
+    let pool = setup.on("a");
+    let granted = object(1, PredecessorEnd::None);
+    let mine = taker("a");
+    assert_eq!(pool.confirm_not_taken(&granted).unwrap(), ObjectUse::Refused);
+    assert_eq!(pool.confirm_not_taken(&granted).unwrap(), ObjectUse::Refused);
+    assert_eq!(pool.close(&granted, &mine).unwrap(), ObjectUse::Refused);
+    assert_eq!(pool.take(&granted, &mine).unwrap_err().object_use, ObjectUse::Refused);
+}
+
+#[test]
+fn closing_releases_only_the_own_take() {
+    let setup = Setup::new();
+    let pool = setup.on("a");
+    let granted = object(1, PredecessorEnd::None);
+    let mine = taker("a");
+    pool.take(&granted, &mine).unwrap();
+    assert_eq!(pool.confirm_not_taken(&granted).unwrap(), ObjectUse::Held);
+    assert_eq!(pool.close(&granted, &taker("a")).unwrap(), ObjectUse::Held);
+    assert_eq!(pool.close(&granted, &mine).unwrap(), ObjectUse::Released);
+    assert_eq!(pool.take(&granted, &mine).unwrap_err().object_use, ObjectUse::Released);
+}
+
+#[test]
+fn a_deleted_object_leaves_nothing() {
+    let setup = Setup::new();
+    let pool = setup.on("a");
+    pool.delete(&object(1, PredecessorEnd::None)).unwrap();
+    let taken = pool.take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
+    assert!(matches!(pool.delete(&object(2, PredecessorEnd::Released)), Err(PoolError::InUse(_))));
+    pool.release(&taken.uid, taken.epoch).unwrap();
+    pool.delete(&object(3, PredecessorEnd::Refused)).unwrap();
+    assert!(!setup.object_dir().exists());
+    pool.delete(&object(3, PredecessorEnd::Refused)).unwrap();
+}
+
+/// Killed between any two steps of a deletion: the same command, also with a newer grant, ends it.
+#[test]
+fn a_deletion_that_was_killed_anywhere_is_taken_up() {
+    let node: NodeId = "a".parse().unwrap();
+    let released = |dir: &Path| {
+        let record = Record { taker: Some(taker("b")), grant: object(1, PredecessorEnd::None).grant };
+        write(dir, &node, Kind::Taken, &record).unwrap();
+        write(dir, &node, Kind::Released, &record).unwrap();
+        fs::write(dir.join("image.raw"), "bytes").unwrap();
+    };
+    let own = |dir: &Path| {
+        let record = Record { taker: None, grant: object(2, PredecessorEnd::Released).grant };
+        write(dir, &node, Kind::Taken, &record).unwrap();
+    };
+    type Step<'a> = (&'a str, Box<dyn Fn(&Path) + 'a>);
+    let steps: Vec<Step<'_>> = vec![
+        ("nothing done", Box::new(|dir| released(dir))),
+        ("the own record", Box::new(|dir| (released(dir), own(dir)).0)),
+        (
+            "the image is gone",
+            Box::new(|dir| {
+                released(dir);
+                own(dir);
+                fs::remove_file(dir.join("image.raw")).unwrap();
+            }),
+        ),
+        ("the old records are gone", Box::new(|dir| own(dir))),
+        ("all records are gone", Box::new(|_| ())),
+    ];
+    for epoch in [2, 3] {
+        for (what, step) in &steps {
+            let setup = Setup::new();
+            fs::create_dir(setup.object_dir()).unwrap();
+            step(&setup.object_dir());
+            let end = if epoch == 2 { PredecessorEnd::Released } else { PredecessorEnd::Refused };
+            setup.on("a").delete(&object(epoch, end)).unwrap_or_else(|error| panic!("{what}: {error}"));
+            assert!(!setup.object_dir().exists(), "{what}");
+        }
+    }
+}
+
+#[test]
+fn a_pool_without_its_marker_is_not_used() {
+    let setup = Setup::new();
+    let pool = setup.on("a");
+    assert!(pool.status().is_available());
+    let marker = setup.dir.path().join("kibotos-pool.json");
+    let content = fs::read(&marker).unwrap();
+    fs::remove_file(&marker).unwrap();
+    let error = pool.take(&object(1, PredecessorEnd::None), &taker("a")).unwrap_err();
+    assert_eq!(error.end_reason(), v1::EndReason::StorageFailed);
+    assert!(setup.files().is_empty());
+    assert!(!setup.on("a").status().is_available());
+    // Another pool with the same id in the place of the first.
+    fs::write(&marker, &content).unwrap();
+    pool.take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
+    let other = String::from_utf8(content).unwrap().replace("\"uid\": \"", "\"uid\": \"x");
+    fs::write(&marker, other).unwrap();
+    let error = pool.take(&object(2, PredecessorEnd::Released), &taker("a")).unwrap_err();
+    assert!(matches!(error.cause, TakeFailure::Pool(PoolError::Unavailable { .. })), "{error}");
+}
+
+#[test]
+fn a_pool_is_shared_when_another_node_has_been_there() {
+    let setup = Setup::new();
+    let a = setup.on("a");
+    assert!(!a.is_shared().unwrap());
+    let b = setup.on("b");
+    assert!(a.is_shared().unwrap() && b.is_shared().unwrap());
+}
+
+#[test]
+fn a_damaged_record_stops_everything() {
+    let setup = Setup::new();
+    let pool = setup.on("a");
+    fs::create_dir(setup.object_dir()).unwrap();
+    fs::write(setup.object_dir().join("holder.1"), "{}\n00000000\n").unwrap();
+    let error = pool.take(&object(2, PredecessorEnd::Released), &taker("a")).unwrap_err();
+    assert!(error.to_string().contains("damaged"), "{error}");
+    assert!(list(&setup.object_dir()).is_err());
+}
+
+/// Many nodes try to take the same epoch at once: exactly one wins.
+#[test]
+fn one_of_many_takers_of_an_epoch_wins() {
+    let setup = Setup::new();
+    let pools: Vec<_> = ["a", "b", "c", "d"].iter().map(|node| (*node, setup.on(node))).collect();
+    let won = std::thread::scope(|scope| {
+        let attempts: Vec<_> = pools
+            .iter()
+            .map(|(node, pool)| scope.spawn(|| pool.take(&object(1, PredecessorEnd::None), &taker(node)).is_ok()))
+            .collect();
+        attempts.into_iter().map(|attempt| attempt.join().unwrap()).filter(|won| *won).count()
+    });
+    assert_eq!(won, 1);
+}

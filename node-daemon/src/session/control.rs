@@ -11,8 +11,8 @@ use crate::{
     launch::Launch,
 };
 
-/// Runs Instances. The calls that change something return as soon as the change is recorded; the
-/// work goes on in the background and ends in events.
+/// Runs Instances. What changes something returns as soon as the change is asked for; the work goes
+/// on in the background and ends in events.
 pub trait InstanceControl: Send + Sync + 'static {
     /// Everything that is on this host, also what is being cleaned up.
     fn list(&self) -> Vec<Summary>;
@@ -21,19 +21,16 @@ pub trait InstanceControl: Send + Sync + 'static {
     /// in the spool.
     fn start(&self, launch: Launch) -> impl Future<Output = ()> + Send;
 
-    /// Idempotent; a forced stop supersedes a normal one.
-    fn stop(&self, instance: InstanceId, mode: StopMode) -> impl Future<Output = ()> + Send;
+    /// Idempotent; a forced stop supersedes a normal one. `false` when the Instance is not here.
+    fn stop(&self, instance: InstanceId, mode: StopMode) -> bool;
 
-    fn tear_down(&self, instance: InstanceId, reason: String) -> impl Future<Output = ()> + Send;
+    /// `false` when the Instance is not here.
+    fn tear_down(&self, instance: InstanceId, reason: &str) -> bool;
 
     /// Returns when nothing runs any more.
-    fn destroy_all(&self, reason: v1::EndReason) -> impl Future<Output = ()> + Send;
+    fn destroy_all(&self, reason: v1::EndReason, message: &str) -> impl Future<Output = ()> + Send;
 
-    fn exec(
-        &self,
-        instance: InstanceId,
-        request: v1::ExecRequest,
-    ) -> impl Future<Output = Result<ExecStream, StreamError>> + Send;
+    fn exec(&self, request: v1::ExecRequest) -> impl Future<Output = Result<ExecStream, StreamError>> + Send;
 
     fn log(
         &self,

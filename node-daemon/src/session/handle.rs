@@ -91,8 +91,11 @@ impl<I: InstanceControl> Handler<I> {
         let instance = launch.instance();
         match stop {
             _ if self.node.is_over(instance) => {}
-            Some(mode) if self.node.is_listed(instance) => self.node.instances.stop(instance, mode).await,
-            Some(_) => self.not_here(launch, "it was to be stopped and does not run".into()),
+            Some(mode) => {
+                if !self.node.instances.stop(instance, mode) {
+                    self.not_here(launch, "it was to be stopped and does not run here".into());
+                }
+            }
             None if self.node.is_listed(instance) => {}
             None => match self.node.admission.committed(&launch, &self.node.instances.list(), BootTime::now()) {
                 Ok(()) => self.start(launch).await,
@@ -127,8 +130,8 @@ impl<I: InstanceControl> Handler<I> {
             Some(Message::Offer(offer)) => self.offer(&offer),
             Some(Message::Revoke(revoke)) => self.node.admission.revoke(&revoke.offer_id),
             Some(Message::Go(go)) => self.go(go).await,
-            Some(Message::Stop(stop)) => self.stop(&stop).await,
-            Some(Message::TearDown(tear_down)) => self.tear_down(tear_down).await,
+            Some(Message::Stop(stop)) => self.stop(&stop),
+            Some(Message::TearDown(tear_down)) => self.tear_down(&tear_down),
             Some(Message::EventAck(ack)) => self.ack(&ack).await,
             Some(Message::DeleteObject(delete)) => self.object(delete.command_id, delete.object, Command::Delete),
             Some(Message::ConfirmNotTaken(confirm)) => {
@@ -199,16 +202,13 @@ impl<I: InstanceControl> Handler<I> {
         }
     }
 
-    async fn stop(&self, stop: &v1::Stop) {
+    fn stop(&self, stop: &v1::Stop) {
         let instance = match instance_id(&stop.instance_id) {
             Ok(instance) => instance,
             Err(error) => return tracing::error!(%error, "a Stop cannot be understood"),
         };
-        if self.node.is_over(instance) {
+        if self.node.is_over(instance) || self.node.instances.stop(instance, stop_mode(stop.mode())) {
             return;
-        }
-        if self.node.is_listed(instance) {
-            return self.node.instances.stop(instance, stop_mode(stop.mode())).await;
         }
         let mut objects = Vec::new();
         for object in &stop.objects {
@@ -223,13 +223,12 @@ impl<I: InstanceControl> Handler<I> {
         settle(&self.node, NotHere { taker: self.taker(instance), workspace_uid, objects, message });
     }
 
-    async fn tear_down(&self, tear_down: v1::TearDown) {
+    fn tear_down(&self, tear_down: &v1::TearDown) {
         match instance_id(&tear_down.instance_id) {
-            Ok(instance) if self.node.is_listed(instance) => {
-                tracing::warn!(%instance, reason = tear_down.reason, "torn down");
-                self.node.instances.tear_down(instance, tear_down.reason).await;
+            Ok(instance) => {
+                let is_here = self.node.instances.tear_down(instance, &tear_down.reason);
+                tracing::warn!(%instance, is_here, reason = tear_down.reason, "told to tear down");
             }
-            Ok(_) => {}
             Err(error) => tracing::error!(%error, "a TearDown cannot be understood"),
         }
     }

@@ -78,7 +78,7 @@ impl<I: InstanceControl> Node<I> {
     /// An operator asserted that this node is dead, and others may use what it held: make it true.
     pub(super) async fn isolate(&self) {
         tracing::error!(incarnation = ?self.incarnation(), "this node was isolated: all its Instances are destroyed");
-        self.instances.destroy_all(v1::EndReason::Isolated).await;
+        self.instances.destroy_all(v1::EndReason::Isolated, "this node was isolated").await;
         if let Err(error) = self.state.update(|record| record.life = None) {
             tracing::error!(%error, "failed to forget the incarnation; the next session is refused again");
         }

@@ -24,7 +24,6 @@ use super::{
 use crate::{
     config::Endpoint,
     instance::{ExecExit, ExecOutput, ExecStream, StreamError},
-    launch::instance_id,
 };
 
 /// Frames on their way to the operator.
@@ -121,9 +120,8 @@ impl<I: InstanceControl> Stream<I> {
         to_operator: &mpsc::Sender<v1::StreamFromNode>,
         from_operator: &mut Streaming<v1::StreamToNode>,
     ) -> Result<(), StreamError> {
-        let instance = instance_id(&request.instance_id).map_err(|error| invalid(error.to_string()))?;
         let has_stdin = request.stdin;
-        let ExecStream { stdin, output } = self.node.instances.exec(instance, request).await?;
+        let ExecStream { stdin, output } = self.node.instances.exec(request).await?;
         // Dropping `output` kills the process, and that happens as soon as the operator is gone.
         tokio::select! {
             result = pump_output(output, to_operator) => result,
