@@ -4,10 +4,16 @@
 //! over what was observed, and applies the decision in a thin shell.
 
 pub mod api;
+pub mod cache;
 pub mod context;
 pub mod guarded;
 pub mod node;
 pub mod placement;
+pub mod queue;
+pub mod right;
 pub mod session;
 pub mod storage_pool;
 pub mod streams;
+pub mod tombstone;
+pub mod volume;
+pub mod workspace;

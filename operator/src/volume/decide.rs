@@ -1,0 +1,164 @@
+//! The next step of a Volume: pure, from what is stored.
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kibo_crds::{
+    ConditionType, InstanceId, VOLUME_FINALIZER, Volume, condition,
+    node::Holder,
+    set_condition,
+    volume::{VolumePhase, VolumeStatus},
+};
+use kube::ResourceExt as _;
+
+use crate::{
+    right::{HasRight as _, Standing},
+    workspace::sight::Cluster,
+};
+
+/// What is known of the Workspace that a Volume names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Owner {
+    /// The Workspace is there, with this execution, or with a start under way that will have it.
+    Present { instance: Option<InstanceId> },
+    /// A complete view shows that there is none with that uid.
+    Gone,
+}
+
+/// Everything that a decision depends on.
+pub struct Sight<'a> {
+    pub volume: &'a Volume,
+    /// The Workspace in `status.boundTo`.
+    pub bound_to: Owner,
+    /// The Workspace in `status.grantedFor`.
+    pub granted_for: Owner,
+    pub cluster: &'a dyn Cluster,
+    pub now: Time,
+}
+
+/// What to do once the status is written.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Action {
+    Rest,
+    AddFinalizer,
+    /// A grant that nobody uses: hear from its node what became of it.
+    Settle {
+        holder: Holder,
+    },
+    /// Remove the image under its current grant.
+    Delete {
+        holder: Holder,
+    },
+    RemoveFinalizer,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Decision {
+    /// `None`: the stored status is right.
+    pub status: Option<Box<VolumeStatus>>,
+    pub action: Action,
+}
+
+pub fn decide(sight: &Sight<'_>) -> Decision {
+    let volume = sight.volume;
+    let is_deleting = volume.metadata.deletion_timestamp.is_some();
+    if !volume.finalizers().iter().any(|finalizer| finalizer == VOLUME_FINALIZER) {
+        return Decision { status: None, action: if is_deleting { Action::Rest } else { Action::AddFinalizer } };
+    }
+    let mut status = volume.status.clone().unwrap_or_default();
+    status.observed_generation = volume.metadata.generation;
+    if sight.bound_to == Owner::Gone {
+        status.bound_to = None;
+    }
+    if let Some(right) = status.right().voided(|node, incarnation| sight.cluster.void(node, incarnation)) {
+        status.set_right(right);
+        status.granted_for = None;
+    }
+    let (action, wait) = if is_deleting && status.bound_to.is_none() {
+        delete(sight, &mut status)
+    } else {
+        (settle(sight, &status), None)
+    };
+    finish(sight, status, action, wait)
+}
+
+/// Who holds it and is not the execution that it was granted for never took it, or ended long ago.
+fn settle(sight: &Sight<'_>, status: &VolumeStatus) -> Action {
+    let Standing::Held(holder) = status.right().standing(|node, incarnation| sight.cluster.void(node, incarnation))
+    else {
+        return Action::Rest;
+    };
+    let granted = status.granted_for.as_ref().map(|granted| granted.instance_id);
+    let is_current = match sight.granted_for {
+        Owner::Present { instance } => instance.is_some() && instance == granted,
+        Owner::Gone => false,
+    };
+    let can_ask = sight.cluster.session(&holder.node) == Some(holder.incarnation);
+    if is_current || !can_ask { Action::Rest } else { Action::Settle { holder } }
+}
+
+fn delete(sight: &Sight<'_>, status: &mut VolumeStatus) -> (Action, Option<String>) {
+    let Some(pool) = status.pool.clone() else { return (Action::RemoveFinalizer, None) };
+    let void = |node: &_, incarnation| sight.cluster.void(node, incarnation);
+    if let Standing::Held(holder) = status.right().standing(void) {
+        if sight.cluster.session(&holder.node) != Some(holder.incarnation) {
+            let message = format!(
+                "waits for node {0}, which holds it and has no control session: bring the host back, or, when it is off, run `kibo node isolate {0} --confirm-host-cannot-write`",
+                holder.node
+            );
+            return (Action::Rest, Some(message));
+        }
+        // Without `grantedFor` the grant was made for the deletion.
+        let action = match status.granted_for {
+            Some(_) => settle(sight, status),
+            None => Action::Delete { holder },
+        };
+        return (action, None);
+    }
+    let right = status.right();
+    let last = right.holder.as_ref().map(|holder| holder.node.clone());
+    let members = sight.cluster.reachable_members(&pool);
+    let member = members.iter().find(|(node, _)| Some(node) == last.as_ref()).or(members.first());
+    let Some((node, incarnation)) = member else {
+        let message = format!(
+            "waits for a node of storage pool {pool} with a control session, since only that can remove the image"
+        );
+        return (Action::Rest, Some(message));
+    };
+    match right.granted(node, *incarnation, void) {
+        Ok(right) => {
+            status.set_right(right);
+            status.granted_for = None;
+            (Action::Rest, None)
+        }
+        Err(error) => (Action::Rest, Some(error.to_string())),
+    }
+}
+
+fn finish(sight: &Sight<'_>, mut status: VolumeStatus, action: Action, wait: Option<String>) -> Decision {
+    let volume = sight.volume;
+    let is_deleting = volume.metadata.deletion_timestamp.is_some();
+    let (is_made, is_bound) = (status.size.is_some(), status.bound_to.is_some());
+    status.phase = Some(match (is_deleting, is_bound, is_made) {
+        (true, ..) => VolumePhase::Deleting,
+        (false, true, _) => VolumePhase::Bound,
+        (false, false, true) => VolumePhase::Available,
+        (false, false, false) => VolumePhase::Pending,
+    });
+    let message = wait.unwrap_or_default();
+    let created = if is_made { ("ImageExists", "") } else { ("NotMade", "its image is made at the first start") };
+    let bound = match &status.bound_to {
+        Some(bound) if is_deleting => {
+            ("InUse", format!("is deleted once Workspace {} is deleted, which binds it", bound.name))
+        }
+        Some(bound) => ("Bound", format!("to Workspace {}", bound.name)),
+        None if message.is_empty() => ("NotBound", String::new()),
+        None => ("Waiting", message),
+    };
+    let generation = volume.metadata.generation;
+    let set = |status: &mut VolumeStatus, kind, is, reason: &str, message: &str| {
+        set_condition(&mut status.conditions, condition(kind, Some(is), reason, message, generation, &sight.now));
+    };
+    set(&mut status, ConditionType::Created, is_made, created.0, created.1);
+    set(&mut status, ConditionType::Bound, is_bound, bound.0, &bound.1);
+    let changed = Some(&status) != volume.status.as_ref();
+    Decision { status: changed.then(|| Box::new(status)), action }
+}

@@ -1,0 +1,85 @@
+//! A Workspace on its way out: nothing runs, then the layer goes, then the Volume is let go, then the rest.
+//!
+//! It goes on without anything that the start needed: Template, Volume and request may be gone.
+
+use kibo_crds::workspace::{Execution, WorkspacePhase};
+use kibo_protocol::v1;
+use kube::ResourceExt as _;
+
+use super::{Action, Decision, can_ask, idle::bound_to, running::stop, unreachable};
+use crate::{
+    right::{HasRight as _, Standing},
+    workspace::{
+        draft::{Draft, Wait},
+        sight::{CREATED_FOR, Sight},
+    },
+};
+
+pub(super) fn decide(sight: &Sight<'_>, mut draft: Draft<'_>, execution: Option<Execution>) -> Decision {
+    if draft.phase() != WorkspacePhase::Deleting {
+        let superseded = "the Workspace is being deleted";
+        draft.finish_commands(Some(("Deleting", superseded)));
+    }
+    draft.enter(WorkspacePhase::Deleting);
+    if let Some(execution) = execution {
+        return stop(sight, draft, &execution, v1::StopMode::Force);
+    }
+    if draft.status.writable_layer.is_some() {
+        return delete_layer(sight, draft);
+    }
+    let uid = sight.workspace.uid();
+    if let Some(volume) = sight.volume {
+        let is_bound = bound_to(volume).is_some_and(|bound| Some(&bound.uid) == uid.as_ref());
+        // Made for this Workspace, and the binding did not come about any more.
+        let is_made_for = bound_to(volume).is_none() && volume.labels().get(CREATED_FOR) == uid.as_ref();
+        let goes_too = sight.workspace.spec.volume.as_ref().is_some_and(|binding| binding.delete_with_workspace);
+        // First the Volume's deletion, then its release: after that nobody would remember it.
+        if goes_too && volume.metadata.deletion_timestamp.is_none() && (is_bound || is_made_for) {
+            return draft.then(Action::DeleteVolume);
+        }
+        if is_bound {
+            return draft.then(Action::UnbindVolume);
+        }
+    }
+    draft.status.volume = None;
+    draft.then(Action::Bury)
+}
+
+/// The layer is removed by a member of its pool, under a grant of its own.
+fn delete_layer(sight: &Sight<'_>, mut draft: Draft<'_>) -> Decision {
+    let right = draft.status.right();
+    let void = |node: &_, incarnation| sight.cluster.void(node, incarnation);
+    if let Standing::Held(holder) = right.standing(void) {
+        if can_ask(sight, &holder) {
+            return draft.then(Action::DeleteLayer { holder });
+        }
+        if !sight.cluster.is_settling() {
+            draft.wait_for(Wait::node("HolderUnreachable", unreachable("the writable layer", &holder.node)));
+        }
+        return draft.then(Action::Rest);
+    }
+    let Some(pool) = draft.status.writable_layer.as_ref().map(|layer| layer.pool.clone()) else {
+        return draft.then(Action::Rest);
+    };
+    let members = sight.cluster.reachable_members(&pool);
+    // The last holder first: its own records are the freshest for it.
+    let last = right.holder.as_ref().map(|holder| &holder.node);
+    let member = members.iter().find(|(node, _)| Some(node) == last).or(members.first());
+    match member {
+        Some((node, incarnation)) => match right.granted(node, *incarnation, void) {
+            Ok(right) => draft.status.set_right(right),
+            Err(error) => draft.wait_for(Wait::node("EpochExhausted", error.to_string())),
+        },
+        None if sight.cluster.is_settling() => {}
+        None => {
+            let nodes: Vec<_> = sight.cluster.members(&pool).iter().map(ToString::to_string).collect();
+            let who =
+                if nodes.is_empty() { "it has none".to_owned() } else { format!("members: {}", nodes.join(", ")) };
+            let message = format!(
+                "waits for a node of storage pool {pool} with a control session, since only that can remove the writable layer ({who})"
+            );
+            draft.wait_for(Wait::node("NoPoolMember", message));
+        }
+    }
+    draft.then(Action::Rest)
+}

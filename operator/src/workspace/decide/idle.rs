@@ -1,0 +1,189 @@
+//! A Workspace without an execution: its Volume is made and bound, and a request to start looks for a place.
+
+use std::collections::BTreeMap;
+
+use kibo_crds::{
+    Bytes, Template, Volume,
+    volume::BoundTo,
+    workspace::{BoundVolume, PowerRequest, PowerState, StopMode, VolumeBinding, WorkspacePhase},
+};
+use kube::ResourceExt as _;
+
+use super::{Action, Decision, Object, Start, blocked, can_ask, unreachable};
+use crate::{
+    placement::{Demand, Disk},
+    right::{HasRight as _, Right, Standing},
+    workspace::{
+        draft::{Draft, Wait},
+        launch,
+        sight::{CREATED_FOR, Sight},
+    },
+};
+
+/// How the Volume that the spec names stands.
+enum Binding<'a> {
+    NotWanted,
+    Bound(&'a Volume),
+    /// One step brings it nearer.
+    Step(Action),
+    Blocked(Wait),
+}
+
+pub(super) fn decide(sight: &Sight<'_>, mut draft: Draft<'_>) -> Decision {
+    let binding = binding(sight);
+    if let Binding::Bound(volume) = &binding {
+        draft.status.volume = Some(BoundVolume { name: volume.name_any(), uid: volume.uid().unwrap_or_default() });
+    }
+    let request = sight.workspace.power_request();
+    let wants_start = !sight.workspace.is_power_request_consumed() && request.state == PowerState::Running;
+    if !sight.workspace.is_power_request_consumed() && request.state == PowerState::Stopped {
+        take_stop(&mut draft, &request);
+    }
+    match binding {
+        Binding::Step(action) => draft.then(action),
+        Binding::Blocked(wait) if wants_start => blocked(draft, &request, wait, Action::Rest),
+        Binding::Bound(volume) if wants_start => start(sight, draft, request, Some(volume)),
+        Binding::NotWanted if wants_start => start(sight, draft, request, None),
+        _ => draft.then(Action::Rest),
+    }
+}
+
+/// Nothing runs, so a stop is done at once; a start that waited for a place is no more.
+fn take_stop(draft: &mut Draft<'_>, request: &PowerRequest) {
+    let has_failed = draft.phase() == WorkspacePhase::Failed;
+    draft.consume(request);
+    if has_failed && request.stop_mode == Some(StopMode::Force) {
+        draft.finish_commands(Some(("NoExecution", "it has failed and holds no execution: start it as it is")));
+        return;
+    }
+    draft.finish_commands(None);
+    if draft.phase() != WorkspacePhase::Stopped {
+        draft.enter(WorkspacePhase::Stopped);
+    }
+}
+
+/// Name of the Volume in the spec.
+pub(in crate::workspace) fn volume_name(binding: &VolumeBinding, workspace: &str) -> String {
+    binding.claim.clone().unwrap_or_else(|| workspace.to_owned())
+}
+
+fn is_bound_to(volume: &Volume, uid: Option<&str>) -> bool {
+    bound_to(volume).is_some_and(|bound| Some(bound.uid.as_str()) == uid)
+}
+
+pub(super) fn bound_to(volume: &Volume) -> Option<&BoundTo> {
+    volume.status.as_ref().and_then(|status| status.bound_to.as_ref())
+}
+
+fn binding<'a>(sight: &Sight<'a>) -> Binding<'a> {
+    let Some(spec) = &sight.workspace.spec.volume else { return Binding::NotWanted };
+    let uid = sight.workspace.uid();
+    let name = volume_name(spec, &sight.workspace.name_any());
+    let Some(volume) = sight.volume else {
+        return match &spec.new {
+            Some(_) => Binding::Step(Action::CreateVolume),
+            None => Binding::Blocked(Wait::placement(
+                "VolumeNotFound",
+                format!("Volume {name} does not exist in this namespace: create it, and the start goes on"),
+            )),
+        };
+    };
+    if is_bound_to(volume, uid.as_deref()) {
+        return Binding::Bound(volume);
+    }
+    if let Some(other) = bound_to(volume) {
+        let message =
+            format!("Volume {name} is bound to Workspace {}: delete that one, or use another Volume", other.name);
+        return Binding::Blocked(Wait::placement("VolumeInUse", message));
+    }
+    if volume.metadata.deletion_timestamp.is_some() {
+        return Binding::Blocked(Wait::placement("VolumeDeleting", format!("Volume {name} is being deleted")));
+    }
+    if spec.new.is_some() && volume.labels().get(CREATED_FOR) != uid.as_ref() {
+        let message = format!(
+            "a Volume {name} exists already and was not made for this Workspace: name it in volume.claim of a new Workspace, or delete it"
+        );
+        return Binding::Blocked(Wait::placement("VolumeNameTaken", message));
+    }
+    Binding::Step(Action::BindVolume)
+}
+
+fn start(sight: &Sight<'_>, mut draft: Draft<'_>, request: PowerRequest, volume: Option<&Volume>) -> Decision {
+    let Some(template) = sight.template else {
+        let name = &sight.workspace.spec.template;
+        let message = format!("Template {name} does not exist: create it, or look at `kibo template list`");
+        return blocked(draft, &request, Wait::placement("TemplateNotFound", message), Action::Rest);
+    };
+    let rights = [
+        (Object::Layer, "the writable layer", Some(draft.status.right())),
+        (Object::Volume, "the Volume", volume.and_then(|volume| volume.status.as_ref()).map(right_of)),
+    ];
+    for (object, name, right) in rights {
+        let Some(right) = right else { continue };
+        let Standing::Held(holder) = right.standing(|node, incarnation| sight.cluster.void(node, incarnation)) else {
+            continue;
+        };
+        if can_ask(sight, &holder) {
+            return draft.then(Action::Settle { object, holder });
+        }
+        if sight.cluster.is_settling() {
+            return draft.then(Action::Rest);
+        }
+        let wait = Wait::node("HolderUnreachable", unreachable(name, &holder.node));
+        return blocked(draft, &request, wait, Action::Rest);
+    }
+    match demand(sight, &draft, &request, template, volume) {
+        Ok(demand) => {
+            // Said while it waits its turn; what is stored already is not written again.
+            if draft.status.reason.as_deref() == Some(super::RESOURCE_EXHAUSTED) {
+                let message = draft.status.message.clone().unwrap_or_default();
+                draft.wait_for(Wait::placement(super::RESOURCE_EXHAUSTED, message));
+            }
+            draft.then(Action::Start(Box::new(Start { request, demand })))
+        }
+        Err(message) => blocked(draft, &request, Wait::placement("InvalidAmounts", message), Action::Rest),
+    }
+}
+
+fn right_of(status: &kibo_crds::volume::VolumeStatus) -> Right {
+    status.right()
+}
+
+fn demand(
+    sight: &Sight<'_>,
+    draft: &Draft<'_>,
+    request: &PowerRequest,
+    template: &Template,
+    volume: Option<&Volume>,
+) -> Result<Demand, String> {
+    let amounts = launch::amounts(sight.workspace, template).map_err(|error| error.to_string())?;
+    let memory = amounts.memory.checked_add(sight.vm_overhead).ok_or("the memory is beyond all bounds")?;
+    let wanted_pool = sight.workspace.spec.writable_layer.as_ref().and_then(|layer| layer.pool.clone());
+    let layer = match &draft.status.writable_layer {
+        Some(layer) => {
+            let to_allocate = if layer.created { Bytes(0) } else { layer.size };
+            Disk::In { pool: layer.pool.clone(), to_allocate }
+        }
+        None => Disk::New { pool: wanted_pool, size: amounts.layer },
+    };
+    Ok(Demand {
+        cpu: amounts.cpu,
+        memory,
+        disks: std::iter::once(layer).chain(volume.map(disk)).collect(),
+        node_selector: sight.workspace.spec.node_selector.clone(),
+        pin: request.node.clone(),
+        refusals: BTreeMap::new(),
+    })
+}
+
+fn disk(volume: &Volume) -> Disk {
+    let status = volume.status.as_ref();
+    let size = launch::volume_size(volume);
+    match status.and_then(|status| status.pool.clone()) {
+        Some(pool) => {
+            let is_made = status.is_some_and(|status| status.size.is_some());
+            Disk::In { pool, to_allocate: if is_made { Bytes(0) } else { size } }
+        }
+        None => Disk::New { pool: volume.spec.pool.clone(), size },
+    }
+}

@@ -1,0 +1,189 @@
+//! The next step of a Workspace: pure, from what is stored.
+//!
+//! A step is a status to write, an action to take, or both, in this order; then the Workspace is looked
+//! at again. Whatever an action needs to know is in the status before it begins, so a leader that dies
+//! in between leaves a status from which the next one decides the same step.
+
+mod delete;
+pub(super) mod idle;
+pub(super) mod running;
+
+use kibo_crds::{
+    Epoch, Incarnation, InstanceId, NodeId, WORKSPACE_FINALIZER, Workspace,
+    node::Holder,
+    workspace::{PowerRequest, WhenUnplaceable, WorkspacePhase},
+};
+use kibo_protocol::v1;
+use kube::ResourceExt as _;
+
+use super::{
+    draft::{Draft, Notice, Outcome, Wait},
+    sight::Sight,
+};
+use crate::{node::Void, placement::Demand, right::HasRight as _};
+
+/// What to do once the status is written.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Action {
+    /// Nothing until something changes.
+    Rest,
+    AddFinalizer,
+    /// Make the Volume that `spec.volume.new` asks for.
+    CreateVolume,
+    /// Bind the Volume that the spec names, if nobody else has.
+    BindVolume,
+    /// Find a node, ask it, commit, go.
+    Start(Box<Start>),
+    /// The commit of this execution stands, and its node may not have heard of it.
+    Go,
+    /// Ask the node to end the Instance.
+    Stop {
+        node: NodeId,
+        incarnation: Incarnation,
+        instance: InstanceId,
+        mode: v1::StopMode,
+    },
+    /// Nobody runs, and yet a grant is not ended: hear from its node what became of it.
+    Settle {
+        object: Object,
+        holder: Holder,
+    },
+    /// Remove the layer under its current grant.
+    DeleteLayer {
+        holder: Holder,
+    },
+    DeleteVolume,
+    UnbindVolume,
+    /// Keep a record and let the object go.
+    Bury,
+}
+
+/// Which of a Workspace's objects.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Object {
+    Layer,
+    Volume,
+}
+
+/// A start that waits for its place.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Start {
+    pub request: PowerRequest,
+    pub demand: Demand,
+}
+
+/// One step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Decision {
+    pub outcome: Outcome,
+    pub action: Action,
+}
+
+impl Draft<'_> {
+    fn then(self, action: Action) -> Decision {
+        Decision { outcome: self.finish(), action }
+    }
+}
+
+/// Reason of a Workspace that no node takes.
+pub const RESOURCE_EXHAUSTED: &str = "ResourceExhausted";
+
+/// The next step.
+pub fn decide(sight: &Sight<'_>) -> Decision {
+    let workspace = sight.workspace;
+    let is_ours = workspace.finalizers().iter().any(|finalizer| finalizer == WORKSPACE_FINALIZER);
+    let is_deleting = workspace.metadata.deletion_timestamp.is_some();
+    if !is_ours {
+        let action = if is_deleting { Action::Rest } else { Action::AddFinalizer };
+        return Decision { outcome: Outcome::default(), action };
+    }
+    let mut draft = Draft::new(workspace, sight.now.clone());
+    draft.status.id.get_or_insert(sight.fresh_id);
+    release_void_layer(sight, &mut draft);
+    if let Some(execution) = &draft.status.execution
+        && let Some(void) = sight.cluster.void(&execution.node, execution.incarnation)
+    {
+        lose(&mut draft, void, is_deleting);
+    }
+    match (is_deleting, draft.status.execution.clone()) {
+        (true, execution) => delete::decide(sight, draft, execution),
+        (false, Some(execution)) => running::decide(sight, draft, &execution),
+        (false, None) => idle::decide(sight, draft),
+    }
+}
+
+fn release_void_layer(sight: &Sight<'_>, draft: &mut Draft<'_>) {
+    if let Some(right) = draft.status.right().voided(|node, incarnation| sight.cluster.void(node, incarnation)) {
+        draft.status.set_right(right);
+    }
+}
+
+/// The execution's incarnation is void: it ended with its node.
+fn lose(draft: &mut Draft<'_>, void: Void, is_deleting: bool) {
+    let Some(node) = draft.status.execution.as_ref().map(|execution| execution.node.clone()) else { return };
+    let (reason, message) = match void {
+        Void::IncarnationEnded => ("NodeRestarted", format!("node {node} came back without it: start it again")),
+        Void::Isolated | Void::Retired => ("Unavailable", format!("node {node} was isolated: start it again")),
+    };
+    draft.end_execution(reason);
+    if is_deleting {
+        return;
+    }
+    draft.enter_because(WorkspacePhase::Failed, reason, &message);
+    draft.finish_commands(Some((reason, &message)));
+    draft.notices.push(Notice::warning(reason, &message));
+}
+
+/// A start that cannot be made now: with Fail it ends here, with Wait it stays a wish.
+fn blocked(mut draft: Draft<'_>, request: &PowerRequest, wait: Wait, action: Action) -> Decision {
+    match request.when_unplaceable() {
+        WhenUnplaceable::Wait => {
+            draft.wait_for(wait);
+            draft.then(action)
+        }
+        WhenUnplaceable::Fail => {
+            // Nothing ran before: there is no state to go back to. A stopped one stays stopped.
+            let phase = match draft.phase() {
+                WorkspacePhase::Stopped => WorkspacePhase::Stopped,
+                _ => WorkspacePhase::Failed,
+            };
+            draft.consume(request);
+            draft.finish_commands(Some((wait.reason, &wait.message)));
+            draft.enter_because(phase, wait.reason, &wait.message);
+            draft.notices.push(Notice::warning(wait.reason, &wait.message));
+            draft.then(Action::Rest)
+        }
+    }
+}
+
+/// No node takes the start.
+pub fn unplaced(sight: &Sight<'_>, request: &PowerRequest, answer: &str) -> Outcome {
+    let mut draft = Draft::new(sight.workspace, sight.now.clone());
+    draft.status.id.get_or_insert(sight.fresh_id);
+    blocked(draft, request, Wait::placement(RESOURCE_EXHAUSTED, answer), Action::Rest).outcome
+}
+
+/// What to do about a holder whose node cannot be asked.
+fn unreachable(object: &str, node: &NodeId) -> String {
+    format!(
+        "waits for node {node}, which holds {object} and has no control session: bring the host back, or, when it is off or cannot write to its storage any more, run `kibo node isolate {node} --confirm-host-cannot-write`"
+    )
+}
+
+/// Whether a holder's node can be asked now.
+fn can_ask(sight: &Sight<'_>, holder: &Holder) -> bool {
+    sight.cluster.session(&holder.node) == Some(holder.incarnation)
+}
+
+/// The status with the layer deleted: nothing is held, and nothing has to be deleted again.
+pub fn layer_deleted(workspace: &Workspace, node: &NodeId, epoch: Epoch) -> kibo_crds::workspace::WorkspaceStatus {
+    let mut status = workspace.status.clone().unwrap_or_default();
+    if let Some(right) = status.right().released(node, epoch, true) {
+        status.set_right(right);
+    }
+    status.writable_layer = None;
+    status
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,271 @@
+//! The next status of a Workspace while it is being worked out.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use kibo_crds::{
+    ConditionType, GROUP, Workspace, condition, set_condition,
+    workspace::{
+        CommandRecord, CommandResult, Execution, LastExecution, PowerRequest, PowerState, PowerStatus, Revision,
+        Revisions, StopMode, WorkspacePhase, WorkspaceStatus,
+    },
+};
+use serde::Serialize;
+use sha2::{Digest as _, Sha256};
+
+use super::sight::{COMMANDS_KEPT, MAX_COMMANDS};
+
+/// Something that a person is told by a Kubernetes Event: failures, and what happens the first time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Notice {
+    pub is_warning: bool,
+    pub reason: String,
+    pub message: String,
+}
+
+impl Notice {
+    pub fn warning(reason: &str, message: &str) -> Self {
+        Self { is_warning: true, reason: reason.to_owned(), message: message.to_owned() }
+    }
+
+    pub fn normal(reason: &str, message: &str) -> Self {
+        Self { is_warning: false, reason: reason.to_owned(), message: message.to_owned() }
+    }
+}
+
+/// What a Workspace waits for, in the condition that it concerns.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Wait {
+    pub condition: ConditionType,
+    pub reason: &'static str,
+    pub message: String,
+}
+
+impl Wait {
+    pub fn placement(reason: &'static str, message: impl Into<String>) -> Self {
+        Self { condition: ConditionType::Placed, reason, message: message.into() }
+    }
+
+    pub fn node(reason: &'static str, message: impl Into<String>) -> Self {
+        Self { condition: ConditionType::NodeReachable, reason, message: message.into() }
+    }
+}
+
+/// A status under construction. [`Draft::finish`] makes its conditions agree with the rest.
+#[derive(Clone)]
+pub struct Draft<'a> {
+    pub workspace: &'a Workspace,
+    pub status: WorkspaceStatus,
+    pub notices: Vec<Notice>,
+    now: Time,
+    wait: Option<Wait>,
+}
+
+/// First 16 hexadecimal digits of the SHA-256 of the content's JSON.
+pub fn digest(content: &impl Serialize) -> String {
+    let bytes = serde_json::to_vec(content).unwrap_or_default();
+    Sha256::digest(bytes).iter().take(8).fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
+}
+
+fn bump(revision: &mut Revision, content: &impl Serialize) {
+    let digest = digest(content);
+    if revision.digest != digest {
+        *revision = Revision { revision: revision.revision + 1, digest };
+    }
+}
+
+/// Labels that belong to the Workspace's owner.
+fn own_labels(workspace: &Workspace) -> BTreeMap<&String, &String> {
+    let reserved = |key: &str| key.split_once('/').is_some_and(|(prefix, _)| prefix.ends_with(GROUP));
+    workspace.metadata.labels.iter().flatten().filter(|(key, _)| !reserved(key)).collect()
+}
+
+fn revisions(workspace: &Workspace, old: Option<Revisions>) -> Revisions {
+    let mut revisions = old.unwrap_or_default();
+    bump(&mut revisions.labels, &own_labels(workspace));
+    bump(&mut revisions.annotations, &workspace.spec.annotations);
+    bump(&mut revisions.resources, &(&workspace.spec.resources, &workspace.spec.writable_layer));
+    bump(&mut revisions.binding, &workspace.spec.volume);
+    revisions
+}
+
+/// Name of what a power request does, in its command record.
+fn operation(request: &PowerRequest) -> &'static str {
+    match (request.state, request.stop_mode) {
+        (PowerState::Running, _) => "start",
+        (PowerState::Stopped, None) => "stop",
+        (PowerState::Stopped, Some(StopMode::Force)) => "force-stop",
+    }
+}
+
+fn shortened(message: &str, max: usize) -> String {
+    message.chars().take(max).collect()
+}
+
+impl<'a> Draft<'a> {
+    pub fn new(workspace: &'a Workspace, now: Time) -> Self {
+        let mut status = workspace.status.clone().unwrap_or_default();
+        status.observed_generation = workspace.metadata.generation;
+        status.revisions = Some(revisions(workspace, status.revisions.take()));
+        let keep_from = now.0 - COMMANDS_KEPT;
+        status.commands.retain(|command| command.finished_at.as_ref().is_none_or(|at| at.0 >= keep_from));
+        status.phase.get_or_insert(WorkspacePhase::Creating);
+        Self { workspace, status, notices: Vec::new(), now, wait: None }
+    }
+
+    pub fn phase(&self) -> WorkspacePhase {
+        self.status.phase.unwrap_or(WorkspacePhase::Creating)
+    }
+
+    /// A phase that needs no explanation.
+    pub fn enter(&mut self, phase: WorkspacePhase) {
+        self.status.phase = Some(phase);
+        (self.status.reason, self.status.message) = (None, None);
+    }
+
+    pub fn enter_because(&mut self, phase: WorkspacePhase, reason: &str, message: &str) {
+        self.status.phase = Some(phase);
+        self.explain(reason, message);
+    }
+
+    pub fn explain(&mut self, reason: &str, message: &str) {
+        self.status.reason = Some(shortened(reason, 128));
+        self.status.message = (!message.is_empty()).then(|| shortened(message, 1024));
+    }
+
+    /// The Workspace cannot go on until something happens; said in a condition and in the reason.
+    pub fn wait_for(&mut self, wait: Wait) {
+        self.explain(wait.reason, &wait.message);
+        self.wait = Some(wait);
+    }
+
+    /// Records the request in force as acted upon. Its command is `Processing` until something ends it.
+    pub fn consume(&mut self, request: &PowerRequest) {
+        self.status.power = Some(PowerStatus { consumed: request.clone(), consumed_at: self.now.clone() });
+        let Some(id) = &request.request_id else { return };
+        self.status.commands.retain(|command| command.id != *id);
+        self.status.commands.push(CommandRecord {
+            id: id.clone(),
+            operation: operation(request).to_owned(),
+            digest: digest(request),
+            result: CommandResult::Processing,
+            reason: None,
+            message: None,
+            started_at: self.now.clone(),
+            finished_at: None,
+        });
+        let surplus = self.status.commands.len().saturating_sub(MAX_COMMANDS);
+        self.status.commands.drain(..surplus);
+    }
+
+    /// Ends every command that is still open: all of them were about the execution that this is about.
+    pub fn finish_commands(&mut self, failure: Option<(&str, &str)>) {
+        for command in self.status.commands.iter_mut().filter(|c| c.result == CommandResult::Processing) {
+            command.finished_at = Some(self.now.clone());
+            command.result = if failure.is_some() { CommandResult::Failed } else { CommandResult::Succeeded };
+            command.reason = failure.map(|(reason, _)| reason.to_owned());
+            command.message = failure.map(|(_, message)| shortened(message, 512));
+        }
+    }
+
+    /// Takes the execution away and remembers it.
+    pub fn end_execution(&mut self, reason: &str) -> Option<Execution> {
+        let execution = self.status.execution.take()?;
+        self.status.last_execution = Some(LastExecution {
+            instance_id: execution.instance_id,
+            node: execution.node.clone(),
+            incarnation: execution.incarnation,
+            ended_at: self.now.clone(),
+            reason: shortened(reason, 128),
+        });
+        self.forget_condition(ConditionType::GuestResponsive);
+        Some(execution)
+    }
+
+    fn forget_condition(&mut self, kind: ConditionType) {
+        self.status.conditions.retain(|condition| condition.type_ != kind.to_string());
+    }
+
+    pub fn set(&mut self, kind: ConditionType, status: bool, reason: &str, message: &str) {
+        let generation = self.workspace.metadata.generation;
+        let message = shortened(message, 1024);
+        let new = condition(kind, Some(status), reason, &message, generation, &self.now);
+        set_condition(&mut self.status.conditions, new);
+    }
+
+    /// Sets the conditions; `None` when the status is what is stored already.
+    pub fn finish(mut self) -> Outcome {
+        let phase = self.phase();
+        let word = format!("{phase:?}");
+        let reason = self.status.reason.clone().unwrap_or_else(|| word.clone());
+        let available = phase == WorkspacePhase::Available;
+        self.set(ConditionType::Available, available, if available { "Running" } else { &reason }, "");
+        let stopped = phase == WorkspacePhase::Stopped;
+        self.set(ConditionType::Stopped, stopped, if stopped { &reason } else { &word }, "");
+        self.set_placed();
+        self.set_node_reachable();
+        let mut consumer = self.workspace.clone();
+        consumer.status = Some(self.status.clone());
+        let consumed = consumer.is_power_request_consumed();
+        let pending = self.wait.as_ref().map_or("Pending", |wait| wait.reason);
+        self.set(ConditionType::PowerRequestConsumed, consumed, if consumed { "Consumed" } else { pending }, "");
+        if let Some(responsive) = self.condition(ConditionType::GuestResponsive).cloned() {
+            self.set(
+                ConditionType::GuestResponsive,
+                responsive.status == "True",
+                &responsive.reason,
+                &responsive.message,
+            );
+        }
+        let stored = self.workspace.status.as_ref();
+        let changed = Some(&self.status) != stored;
+        Outcome { status: changed.then_some(Box::new(self.status)), notices: self.notices }
+    }
+
+    fn condition(&self, kind: ConditionType) -> Option<&Condition> {
+        self.status.conditions.iter().find(|condition| condition.type_ == kind.to_string())
+    }
+
+    fn set_placed(&mut self) {
+        match (&self.status.execution, self.wait.clone()) {
+            (Some(execution), _) => {
+                let message = format!("on node {}", execution.node);
+                self.set(ConditionType::Placed, true, "Placed", &message);
+            }
+            (None, Some(wait)) if wait.condition == ConditionType::Placed => {
+                self.set(ConditionType::Placed, false, wait.reason, &wait.message);
+            }
+            (None, _) => self.set(ConditionType::Placed, false, "NoExecution", ""),
+        }
+    }
+
+    fn set_node_reachable(&mut self) {
+        match self.wait.clone() {
+            Some(wait) if wait.condition == ConditionType::NodeReachable => {
+                self.set(ConditionType::NodeReachable, false, wait.reason, &wait.message);
+            }
+            _ if self.status.execution.is_some() => self.set(ConditionType::NodeReachable, true, "SessionAlive", ""),
+            _ => self.forget_condition(ConditionType::NodeReachable),
+        }
+    }
+}
+
+/// A finished draft.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Outcome {
+    /// What is to be written; `None`: the stored status is right.
+    pub status: Option<Box<WorkspaceStatus>>,
+    /// To be told once that is written.
+    pub notices: Vec<Notice>,
+}
+
+/// Whether two statuses differ in nothing but the words of their messages.
+pub fn differ_in_words_only(a: &WorkspaceStatus, b: &WorkspaceStatus) -> bool {
+    let wordless = |status: &WorkspaceStatus| {
+        let mut status = status.clone();
+        status.message = None;
+        status.conditions.iter_mut().for_each(|condition| condition.message.clear());
+        status
+    };
+    wordless(a) == wordless(b)
+}

@@ -1,0 +1,149 @@
+//! Sums and lookups over all Workspaces, kept in step with the objects themselves.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use kibo_crds::{Bytes, InstanceId, NodeId, PoolId, Workspace};
+
+use crate::{
+    cache::{Cache, Key, Projection},
+    placement::Used,
+    session::hooks::PoolUsage,
+};
+
+pub type Workspaces = Cache<Workspace, ByNode>;
+
+/// What executions and layers add up to. A node's allocation is this sum and nothing else.
+#[derive(Default)]
+pub struct ByNode {
+    /// Workspaces whose execution or layer is on a node.
+    keys: HashMap<NodeId, BTreeSet<Key>>,
+    used: HashMap<NodeId, Used>,
+    held_layers: HashMap<NodeId, u32>,
+    instances: HashMap<InstanceId, Key>,
+    pools: HashMap<PoolId, PoolUsage>,
+    /// Space promised to layers whose images are not made yet.
+    promised: HashMap<PoolId, Bytes>,
+    deleting: BTreeSet<Key>,
+}
+
+impl ByNode {
+    pub fn keys_of(&self, node: &NodeId) -> Vec<Key> {
+        self.keys.get(node).into_iter().flatten().cloned().collect()
+    }
+
+    pub fn used(&self, node: &NodeId) -> Used {
+        self.used.get(node).copied().unwrap_or_default()
+    }
+
+    pub fn held_layers(&self, node: &NodeId) -> u32 {
+        self.held_layers.get(node).copied().unwrap_or_default()
+    }
+
+    pub fn key_of(&self, instance: InstanceId) -> Option<Key> {
+        self.instances.get(&instance).cloned()
+    }
+
+    pub fn pool(&self, pool: &PoolId) -> PoolUsage {
+        self.pools.get(pool).copied().unwrap_or_default()
+    }
+
+    /// Workspaces on their way out.
+    pub fn deleting(&self) -> Vec<Key> {
+        self.deleting.iter().cloned().collect()
+    }
+
+    pub fn promised(&self) -> impl Iterator<Item = (&PoolId, Bytes)> {
+        self.promised.iter().map(|(pool, bytes)| (pool, *bytes))
+    }
+}
+
+/// Nodes that a Workspace's execution and layer name.
+pub fn nodes_of(workspace: &Workspace) -> BTreeSet<&NodeId> {
+    let status = workspace.status.as_ref();
+    let execution = status.and_then(|status| status.execution.as_ref()).map(|execution| &execution.node);
+    let holder = status.and_then(|status| status.holder.as_ref()).map(|holder| &holder.node);
+    execution.into_iter().chain(holder).collect()
+}
+
+impl Projection<Workspace> for ByNode {
+    fn replace(&mut self, key: &Key, old: Option<&Workspace>, new: Option<&Workspace>) {
+        if let Some(old) = old {
+            self.subtract(key, old);
+            self.deleting.remove(key);
+        }
+        if new.is_some_and(|new| new.metadata.deletion_timestamp.is_some()) {
+            self.deleting.insert(key.clone());
+        }
+        if let Some(new) = new {
+            self.add(key, new);
+        }
+    }
+}
+
+impl ByNode {
+    fn add(&mut self, key: &Key, workspace: &Workspace) {
+        for node in nodes_of(workspace) {
+            self.keys.entry(node.clone()).or_default().insert(key.clone());
+        }
+        let Some(status) = &workspace.status else { return };
+        if let Some(execution) = &status.execution {
+            let used = self.used.entry(execution.node.clone()).or_default();
+            used.cpu.0 = used.cpu.0.saturating_add(execution.cpu_milli.0);
+            used.memory.0 = used.memory.0.saturating_add(execution.memory_bytes.0);
+            used.instances += 1;
+            self.instances.insert(execution.instance_id, key.clone());
+        }
+        if let Some(holder) = &status.holder {
+            *self.held_layers.entry(holder.node.clone()).or_default() += 1;
+        }
+        if let Some(layer) = &status.writable_layer {
+            let pool = self.pools.entry(layer.pool.clone()).or_default();
+            pool.allocated.0 = pool.allocated.0.saturating_add(layer.size.0);
+            pool.objects += 1;
+            if !layer.created {
+                let promised = self.promised.entry(layer.pool.clone()).or_default();
+                promised.0 = promised.0.saturating_add(layer.size.0);
+            }
+        }
+    }
+
+    fn subtract(&mut self, key: &Key, workspace: &Workspace) {
+        for node in nodes_of(workspace) {
+            if let Some(keys) = self.keys.get_mut(node) {
+                keys.remove(key);
+            }
+        }
+        let Some(status) = &workspace.status else { return };
+        if let Some(execution) = &status.execution {
+            if let Some(used) = self.used.get_mut(&execution.node) {
+                used.cpu = used.cpu.saturating_sub(execution.cpu_milli);
+                used.memory = used.memory.saturating_sub(execution.memory_bytes);
+                used.instances = used.instances.saturating_sub(1);
+            }
+            self.instances.remove(&execution.instance_id);
+        }
+        if let Some(holder) = &status.holder
+            && let Some(held) = self.held_layers.get_mut(&holder.node)
+        {
+            *held = held.saturating_sub(1);
+        }
+        if let Some(layer) = &status.writable_layer {
+            let pool = self.pools.entry(layer.pool.clone()).or_default();
+            pool.allocated = pool.allocated.saturating_sub(layer.size);
+            pool.objects = pool.objects.saturating_sub(1);
+            if !layer.created
+                && let Some(promised) = self.promised.get_mut(&layer.pool)
+            {
+                *promised = promised.saturating_sub(layer.size);
+            }
+        }
+    }
+}
+
+/// Adds amounts per pool up.
+pub fn add_all<'a>(sums: &mut BTreeMap<PoolId, Bytes>, amounts: impl IntoIterator<Item = (&'a PoolId, Bytes)>) {
+    for (pool, bytes) in amounts {
+        let sum = sums.entry(pool.clone()).or_default();
+        sum.0 = sum.0.saturating_add(bytes.0);
+    }
+}

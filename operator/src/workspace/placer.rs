@@ -1,0 +1,126 @@
+//! Gathers the starts that wait for a place and decides them together, over one view of the nodes.
+
+use std::{sync::Arc, time::Duration};
+
+use kibo_crds::{Incarnation, InstanceId};
+use tokio::sync::{mpsc, oneshot};
+
+use super::{
+    index::add_all,
+    ledger::{Promise, Reservation},
+    world::World,
+};
+use crate::{
+    placement::{self, Assignment, CandidateNode, CandidatePool, Demand, Exclusion, Unplaceable, Used},
+    session::NodeSnapshot,
+};
+
+/// Requests that came within this time are one batch.
+const GATHER: Duration = Duration::from_millis(2);
+const LARGEST_BATCH: usize = 8192;
+
+/// A place with its room held.
+pub struct Placed {
+    pub assignment: Assignment,
+    pub incarnation: Incarnation,
+    pub reservation: Reservation,
+}
+
+pub struct Request {
+    pub demand: Demand,
+    /// Who came first is served first: creation time, then name.
+    pub order: (String, String),
+    pub answer: oneshot::Sender<Result<Placed, Unplaceable>>,
+}
+
+/// Decides batches until the leadership ends.
+pub async fn run(world: Arc<World>, mut requests: mpsc::UnboundedReceiver<Request>) {
+    let mut batch = Vec::new();
+    while let Some(first) = requests.recv().await {
+        tokio::time::sleep(GATHER).await;
+        batch.push(first);
+        while batch.len() < LARGEST_BATCH
+            && let Ok(more) = requests.try_recv()
+        {
+            batch.push(more);
+        }
+        batch.sort_by(|a, b| a.order.cmp(&b.order));
+        decide(&world, std::mem::take(&mut batch));
+    }
+}
+
+fn decide(world: &World, batch: Vec<Request>) {
+    let snapshots = world.ctx.registry.snapshot();
+    let nodes = candidates(world, &snapshots);
+    let (demands, answers): (Vec<_>, Vec<_>) = batch.into_iter().map(|r| (r.demand, r.answer)).unzip();
+    let decided = placement::decide(nodes, &demands, world.settings.strategy);
+    for ((decision, answer), demand) in decided.into_iter().zip(answers).zip(&demands) {
+        let placed = decision.map(|assignment| reserve(world, &snapshots, assignment, demand));
+        // Who asked has gone, and drops the reservation with the answer.
+        let _ = answer.send(placed);
+    }
+}
+
+fn reserve(world: &World, snapshots: &[NodeSnapshot], assignment: Assignment, demand: &Demand) -> Placed {
+    let promise = Promise {
+        node: assignment.node.clone(),
+        used: Used { cpu: demand.cpu, memory: demand.memory, instances: 1 },
+        pools: assignment.pools.iter().cloned().zip(demand.disks.iter().map(placement::Disk::to_allocate)).collect(),
+    };
+    let incarnation = snapshots
+        .iter()
+        .find(|snapshot| snapshot.id == assignment.node)
+        .map_or(Incarnation::default(), |snapshot| snapshot.incarnation);
+    let reservation = world.ledger.promise(InstanceId::generate(), promise);
+    Placed { assignment, incarnation, reservation }
+}
+
+fn candidates(world: &World, snapshots: &[NodeSnapshot]) -> Vec<CandidateNode> {
+    // Promises first: one that turns into an execution meanwhile is counted twice, not never.
+    let (promised_nodes, mut promised) = world.ledger.sums();
+    world.workspaces.project(|index| add_all(&mut promised, index.promised()));
+    world.volumes.project(|index| add_all(&mut promised, index.promised()));
+    let oldest = snapshots.iter().filter_map(|snapshot| snapshot.last_assigned).min();
+    let mut nodes = Vec::with_capacity(snapshots.len());
+    world.workspaces.project(|index| {
+        for snapshot in snapshots {
+            let mut used = index.used(&snapshot.id);
+            if let Some(in_flight) = promised_nodes.get(&snapshot.id) {
+                used.cpu.0 = used.cpu.0.saturating_add(in_flight.cpu.0);
+                used.memory.0 = used.memory.0.saturating_add(in_flight.memory.0);
+                used.instances = used.instances.saturating_add(in_flight.instances);
+            }
+            let pools = snapshot.pools.iter().map(|pool| CandidatePool {
+                id: pool.id.clone(),
+                default: pool.default,
+                available: pool.available && world.ctx.pools.has_marker(&pool.id, &pool.uid),
+                free: pool.free.map(|free| free.saturating_sub(promised.get(&pool.id).copied().unwrap_or_default())),
+            });
+            let since_oldest = |at: std::time::Instant| oldest.map_or(0, |oldest| (at - oldest).as_micros());
+            nodes.push(CandidateNode {
+                id: snapshot.id.clone(),
+                labels: snapshot.labels.clone(),
+                closed: closed(snapshot),
+                schedulable_cpu: snapshot.schedulable_cpu(),
+                schedulable_memory: snapshot.schedulable_memory(),
+                slots: snapshot.slots(),
+                used,
+                pools: pools.collect(),
+                last_assigned: snapshot
+                    .last_assigned
+                    .map_or(0, |at| u64::try_from(since_oldest(at)).unwrap_or(u64::MAX - 1).saturating_add(1)),
+            });
+        }
+    });
+    nodes
+}
+
+fn closed(snapshot: &NodeSnapshot) -> Option<Exclusion> {
+    if snapshot.settings.drain {
+        Some(Exclusion::Draining)
+    } else if !snapshot.desired_sent || !snapshot.settings_confirmed {
+        Some(Exclusion::NotReady)
+    } else {
+        None
+    }
+}

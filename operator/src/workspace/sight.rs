@@ -1,0 +1,48 @@
+//! What a decision about a Workspace looks at.
+
+use std::time::Duration;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kibo_crds::{Bytes, Incarnation, InstanceId, NodeId, PoolId, Template, Volume, Workspace, WorkspaceId};
+
+use crate::node::Void;
+
+/// Label of a Volume that was made with a Workspace; its value is that Workspace's uid.
+pub const CREATED_FOR: &str = "kibotos.dev/created-for";
+
+/// The cluster around a Workspace.
+pub trait Cluster: Sync {
+    /// Whether what this incarnation of a node holds no longer counts.
+    fn void(&self, node: &NodeId, incarnation: Incarnation) -> Option<Void>;
+    /// Incarnation of the node's live session, once it has its desired set.
+    fn session(&self, node: &NodeId) -> Option<Incarnation>;
+    /// The leader is new and its nodes may just be on their way: say nothing about a missing session yet.
+    fn is_settling(&self) -> bool;
+    /// Whether a node other than this one reaches the pool.
+    fn others_reach(&self, pool: &PoolId, node: &NodeId) -> bool;
+    /// Nodes with a live session that reach the pool now, by name.
+    fn reachable_members(&self, pool: &PoolId) -> Vec<(NodeId, Incarnation)>;
+    /// All members of the pool, by name.
+    fn members(&self, pool: &PoolId) -> Vec<NodeId>;
+    /// Whether the node of this execution has been told of it in its current session.
+    fn was_told(&self, instance: InstanceId) -> bool;
+}
+
+/// Everything that a decision depends on.
+pub struct Sight<'a> {
+    pub workspace: &'a Workspace,
+    pub template: Option<&'a Template>,
+    /// The Volume that `spec.volume` names.
+    pub volume: Option<&'a Volume>,
+    pub cluster: &'a dyn Cluster,
+    pub now: Time,
+    /// Becomes the id of a Workspace that has none.
+    pub fresh_id: WorkspaceId,
+    /// What a VM needs beyond its guest's memory.
+    pub vm_overhead: Bytes,
+}
+
+/// Commands are kept this long after they finished.
+pub const COMMANDS_KEPT: Duration = Duration::from_hours(24);
+/// And no more than these.
+pub const MAX_COMMANDS: usize = 16;
