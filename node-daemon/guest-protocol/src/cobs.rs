@@ -93,11 +93,7 @@ mod tests {
         ];
         for (plain, expected) in cases {
             assert_eq!(encoded(plain), expected, "encoding of {plain:?}");
-            assert_eq!(
-                decode(&mut expected.to_vec()),
-                Some(plain),
-                "decoding of {expected:?}"
-            );
+            assert_eq!(decode(&mut expected.to_vec()), Some(plain), "decoding of {expected:?}");
         }
     }
 

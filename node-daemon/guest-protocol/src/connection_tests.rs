@@ -26,18 +26,10 @@ fn host_events(host: &mut HostConnection) -> Vec<HostEvent> {
 
 fn connect(host: &mut HostConnection, guest: &mut GuestConnection) {
     to_guest(host, guest);
-    assert!(matches!(
-        guest_events(guest).as_slice(),
-        [GuestEvent::Connected(_)]
-    ));
-    guest.reply(v1::HelloReply {
-        boot_id: "boot".to_owned(),
-        ..v1::HelloReply::default()
-    });
+    assert!(matches!(guest_events(guest).as_slice(), [GuestEvent::Connected(_)]));
+    guest.reply(v1::HelloReply { boot_id: "boot".to_owned(), ..v1::HelloReply::default() });
     to_host(guest, host);
-    assert!(
-        matches!(host_events(host).as_slice(), [HostEvent::Connected(reply)] if reply.boot_id == "boot")
-    );
+    assert!(matches!(host_events(host).as_slice(), [HostEvent::Connected(reply)] if reply.boot_id == "boot"));
 }
 
 fn connected() -> (HostConnection, GuestConnection) {
@@ -47,17 +39,11 @@ fn connected() -> (HostConnection, GuestConnection) {
 }
 
 fn pong(id: u64) -> v1::Pong {
-    v1::Pong {
-        id,
-        time_unix_nanos: 0,
-    }
+    v1::Pong { id, time_unix_nanos: 0 }
 }
 
 fn process() -> v1::Process {
-    v1::Process {
-        argv: vec!["true".to_owned()],
-        ..v1::Process::default()
-    }
+    v1::Process { argv: vec!["true".to_owned()], ..v1::Process::default() }
 }
 
 #[test]
@@ -67,21 +53,14 @@ fn late_replies_of_an_old_connection_never_reach_the_new_one() {
     let late = guest.outgoing().to_vec();
     let mut host = HostConnection::open(NEW, 0);
     host.receive(&late).expect("dropped, not refused");
-    host.receive(&late[..late.len() / 2])
-        .expect("dropped, not refused");
+    host.receive(&late[..late.len() / 2]).expect("dropped, not refused");
     to_guest(&mut host, &mut guest);
     guest.reply(v1::HelloReply::default());
     guest.send(pong(2)).expect("short");
     to_host(&mut guest, &mut host);
     let events = host_events(&mut host);
     assert!(
-        matches!(
-            events.as_slice(),
-            [
-                HostEvent::Connected(_),
-                HostEvent::Pong(v1::Pong { id: 2, .. })
-            ]
-        ),
+        matches!(events.as_slice(), [HostEvent::Connected(_), HostEvent::Pong(v1::Pong { id: 2, .. })]),
         "{events:?}"
     );
 }
@@ -108,10 +87,7 @@ fn a_repeated_hello_keeps_the_connection() {
     let (mut host, mut guest) = connected();
     host.say_hello();
     to_guest(&mut host, &mut guest);
-    assert!(matches!(
-        guest_events(&mut guest).as_slice(),
-        [GuestEvent::HelloAgain(_)]
-    ));
+    assert!(matches!(guest_events(&mut guest).as_slice(), [GuestEvent::HelloAgain(_)]));
     guest.reply(v1::HelloReply::default());
     to_host(&mut guest, &mut host);
     assert_eq!(host_events(&mut host), []);
@@ -121,16 +97,8 @@ fn a_repeated_hello_keeps_the_connection() {
 fn nothing_is_believed_before_the_nonce_was_echoed() {
     let mut host = HostConnection::open(NEW, 0);
     let mut wire = Vec::new();
-    let message = v1::GuestMessage {
-        kind: Some(pong(1).into()),
-    };
-    frame::encode(
-        Direction::FromGuest,
-        NEW,
-        &message.encode_to_vec(),
-        &mut wire,
-    )
-    .expect("short");
+    let message = v1::GuestMessage { kind: Some(pong(1).into()) };
+    frame::encode(Direction::FromGuest, NEW, &message.encode_to_vec(), &mut wire).expect("short");
     host.receive(&wire).expect("dropped, not refused");
     assert_eq!(host_events(&mut host), []);
 }
@@ -139,21 +107,14 @@ fn nothing_is_believed_before_the_nonce_was_echoed() {
 fn a_guest_that_ignores_its_window_is_cut_off() {
     let (mut host, mut guest) = connected();
     let stream = host.exec(process(), false).expect("short");
-    let chunk = v1::OutputData {
-        stream_id: stream.get(),
-        output: Output::Stdout.into(),
-        data: vec![1; MAX_CHUNK],
-    };
+    let chunk = v1::OutputData { stream_id: stream.get(), output: Output::Stdout.into(), data: vec![1; MAX_CHUNK] };
     for _ in 0..flow::INITIAL as usize / MAX_CHUNK {
         guest.send(chunk.clone()).expect("short");
     }
     to_host(&mut guest, &mut host);
     guest.send(chunk).expect("short");
     let refused = host.receive(guest.outgoing());
-    assert!(
-        matches!(refused, Err(Violation::Window { stream: 1, .. })),
-        "{refused:?}"
-    );
+    assert!(matches!(refused, Err(Violation::Window { stream: 1, .. })), "{refused:?}");
 }
 
 #[test]
@@ -164,17 +125,9 @@ fn standard_input_waits_for_credit() {
     let taken = host.write_stdin(stream, &data);
     assert_eq!(taken, flow::INITIAL as usize);
     assert_eq!(host.write_stdin(stream, &data[taken..]), 0);
-    guest
-        .send(v1::StdinCredit {
-            stream_id: stream.get(),
-            bytes: 4,
-        })
-        .expect("short");
+    guest.send(v1::StdinCredit { stream_id: stream.get(), bytes: 4 }).expect("short");
     to_host(&mut guest, &mut host);
-    assert_eq!(
-        host_events(&mut host),
-        [HostEvent::StdinWritable { stream }]
-    );
+    assert_eq!(host_events(&mut host), [HostEvent::StdinWritable { stream }]);
     assert_eq!(host.write_stdin(stream, &data[taken..]), 4);
     host.close_stdin(stream);
     assert_eq!(host.write_stdin(stream, &data[taken..]), 0);
@@ -184,11 +137,7 @@ fn standard_input_waits_for_credit() {
 fn an_abandoned_stream_is_killed_and_reports_only_its_end() {
     let (mut host, mut guest) = connected();
     let stream = host.exec(process(), false).expect("short");
-    let output = v1::OutputData {
-        stream_id: stream.get(),
-        output: Output::Stdout.into(),
-        data: vec![1; MAX_CHUNK],
-    };
+    let output = v1::OutputData { stream_id: stream.get(), output: Output::Stdout.into(), data: vec![1; MAX_CHUNK] };
     guest.send(output.clone()).expect("short");
     to_host(&mut guest, &mut host);
     host.abandon(stream);
@@ -197,28 +146,11 @@ fn an_abandoned_stream_is_killed_and_reports_only_its_end() {
         to_host(&mut guest, &mut host);
     }
     let status = Some(ProcessEnd::Signal(9).into());
-    guest
-        .send(v1::ExecExited {
-            stream_id: stream.get(),
-            status,
-        })
-        .expect("short");
+    guest.send(v1::ExecExited { stream_id: stream.get(), status }).expect("short");
     to_host(&mut guest, &mut host);
-    assert_eq!(
-        host_events(&mut host),
-        [HostEvent::ExecEnded {
-            stream,
-            end: ProcessEnd::Signal(9)
-        }]
-    );
+    assert_eq!(host_events(&mut host), [HostEvent::ExecEnded { stream, end: ProcessEnd::Signal(9) }]);
     to_guest(&mut host, &mut guest);
-    let killed = GuestEvent::Message(Box::new(
-        v1::Signal {
-            stream_id: stream.get(),
-            number: 9,
-        }
-        .into(),
-    ));
+    let killed = GuestEvent::Message(Box::new(v1::Signal { stream_id: stream.get(), number: 9 }.into()));
     assert!(guest_events(&mut guest).contains(&killed));
 }
 
@@ -241,5 +173,36 @@ proptest! {
         guest.receive(&to_guest_before);
         host.receive(&to_host_before).expect("garbage is no violation");
         connect(&mut host, &mut guest);
+    }
+
+    #[test]
+    fn a_guest_that_writes_nonsense_in_good_frames_is_refused_without_a_panic(
+        payloads in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..60), 1..20),
+    ) {
+        let (mut host, _) = connected();
+        host.exec(process(), true).expect("short");
+        let mut wire = Vec::new();
+        for payload in payloads {
+            frame::encode(Direction::FromGuest, OLD, &payload, &mut wire).expect("short");
+        }
+        let _ = host.receive(&wire);
+        let _ = host_events(&mut host);
+    }
+
+    #[test]
+    fn a_host_that_writes_nonsense_in_good_frames_is_ignored_without_a_panic(
+        payloads in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..60), 1..20),
+    ) {
+        let (mut host, mut guest) = connected();
+        let mut wire = Vec::new();
+        for payload in payloads {
+            frame::encode(Direction::FromHost, OLD, &payload, &mut wire).expect("short");
+        }
+        guest.receive(&wire);
+        let _ = guest_events(&mut guest);
+        host.send(v1::Ping { id: 7 }).expect("short");
+        to_guest(&mut host, &mut guest);
+        let ping = GuestEvent::Message(Box::new(v1::Ping { id: 7 }.into()));
+        prop_assert!(guest_events(&mut guest).contains(&ping));
     }
 }

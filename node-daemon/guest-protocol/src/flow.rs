@@ -28,14 +28,13 @@ impl SendWindow {
     /// Counts `len` bytes as sent; never more than [`Self::available`].
     pub fn sent(&mut self, len: usize) {
         debug_assert!(len <= self.available(), "the window was looked at before");
-        self.0 = self
-            .0
-            .saturating_sub(u32::try_from(len).unwrap_or(u32::MAX));
+        self.0 = self.0.saturating_sub(u32::try_from(len).unwrap_or(u32::MAX));
     }
 
-    /// The reader granted more.
+    /// The reader granted more. Never opens wider than at the start, so that a reader that grants without end cannot
+    /// make the writer buffer without end.
     pub fn grant(&mut self, bytes: u32) {
-        self.0 = self.0.saturating_add(bytes);
+        self.0 = self.0.saturating_add(bytes).min(INITIAL);
     }
 }
 
@@ -58,23 +57,15 @@ pub struct Overrun {
 
 impl Default for ReceiveWindow {
     fn default() -> Self {
-        Self {
-            open: INITIAL,
-            consumed: 0,
-        }
+        Self { open: INITIAL, consumed: 0 }
     }
 }
 
 impl ReceiveWindow {
     /// Counts `len` bytes as received.
     pub fn received(&mut self, len: usize) -> Result<(), Overrun> {
-        let taken = u32::try_from(len)
-            .ok()
-            .and_then(|len| self.open.checked_sub(len));
-        self.open = taken.ok_or(Overrun {
-            len,
-            open: self.open,
-        })?;
+        let taken = u32::try_from(len).ok().and_then(|len| self.open.checked_sub(len));
+        self.open = taken.ok_or(Overrun { len, open: self.open })?;
         Ok(())
     }
 
@@ -110,20 +101,24 @@ mod tests {
     }
 
     #[test]
+    fn a_window_never_opens_wider_than_at_the_start() {
+        let mut send = SendWindow::default();
+        send.sent(10);
+        send.grant(u32::MAX);
+        assert_eq!(send.available(), INITIAL as usize);
+    }
+
+    #[test]
     fn a_writer_that_ignores_its_window_is_noticed() {
         let mut receive = ReceiveWindow::default();
-        receive
-            .received(INITIAL as usize)
-            .expect("exactly the window");
+        receive.received(INITIAL as usize).expect("exactly the window");
         assert_eq!(receive.received(1), Err(Overrun { len: 1, open: 0 }));
     }
 
     #[test]
     fn consuming_more_than_was_received_grants_no_more_than_the_window() {
         let mut receive = ReceiveWindow::default();
-        receive
-            .received(INITIAL as usize / 2)
-            .expect("within the window");
+        receive.received(INITIAL as usize / 2).expect("within the window");
         assert_eq!(receive.consumed(usize::MAX), Some(INITIAL / 2));
         assert_eq!(receive.open, INITIAL);
     }

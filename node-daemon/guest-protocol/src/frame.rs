@@ -62,12 +62,7 @@ pub struct TooLong {
 }
 
 /// Appends the frame with `payload` to `wire`.
-pub fn encode(
-    direction: Direction,
-    nonce: Nonce,
-    payload: &[u8],
-    wire: &mut Vec<u8>,
-) -> Result<(), TooLong> {
+pub fn encode(direction: Direction, nonce: Nonce, payload: &[u8], wire: &mut Vec<u8>) -> Result<(), TooLong> {
     if payload.len() > MAX_MESSAGE {
         return Err(TooLong { len: payload.len() });
     }
@@ -95,12 +90,7 @@ pub struct Decoder {
 impl Decoder {
     /// A decoder for frames that were written by `direction`.
     pub const fn new(direction: Direction) -> Self {
-        Self {
-            direction,
-            partial: Vec::new(),
-            overlong: false,
-            broken: 0,
-        }
+        Self { direction, partial: Vec::new(), overlong: false, broken: 0 }
     }
 
     /// Takes bytes as they were read and hands each whole frame to `take`.
@@ -149,10 +139,8 @@ fn parse(direction: Direction, plain: &[u8]) -> Option<Frame> {
     let (&[from], rest) = signed.split_first_chunk::<1>()?;
     let (nonce, payload) = rest.split_first_chunk::<8>()?;
     let intact = crc32fast::hash(signed) == u32::from_le_bytes(*checksum);
-    (intact && from == direction as u8).then(|| Frame {
-        nonce: Nonce(u64::from_le_bytes(*nonce)),
-        payload: payload.to_vec(),
-    })
+    (intact && from == direction as u8)
+        .then(|| Frame { nonce: Nonce(u64::from_le_bytes(*nonce)), payload: payload.to_vec() })
 }
 
 #[cfg(test)]

@@ -23,13 +23,7 @@ fn decoder() -> Decoder {
 fn a_frame_carries_its_nonce_and_payload() {
     let mut frames = Vec::new();
     decoder().feed(&wire(b"payload"), |frame| frames.push(frame));
-    assert_eq!(
-        frames,
-        [Frame {
-            nonce: NONCE,
-            payload: b"payload".to_vec()
-        }]
-    );
+    assert_eq!(frames, [Frame { nonce: NONCE, payload: b"payload".to_vec() }]);
 }
 
 #[test]
@@ -54,18 +48,8 @@ fn the_longest_message_fits_and_a_longer_one_is_refused() {
         let longest = vec![byte; MAX_MESSAGE];
         assert_eq!(decoded(&mut decoder(), &wire(&longest)), [longest]);
     }
-    let result = encode(
-        Direction::FromGuest,
-        NONCE,
-        &vec![1; MAX_MESSAGE + 1],
-        &mut Vec::new(),
-    );
-    assert_eq!(
-        result,
-        Err(TooLong {
-            len: MAX_MESSAGE + 1
-        })
-    );
+    let result = encode(Direction::FromGuest, NONCE, &vec![1; MAX_MESSAGE + 1], &mut Vec::new());
+    assert_eq!(result, Err(TooLong { len: MAX_MESSAGE + 1 }));
 }
 
 #[test]
@@ -75,13 +59,7 @@ fn endless_garbage_without_a_delimiter_takes_no_memory() {
         assert_eq!(decoded(&mut decoder, &[3; 16 * 1024]), [] as [Vec<u8>; 0]);
         assert!(decoder.partial.capacity() <= 2 * MAX_WIRE);
     }
-    assert_eq!(
-        decoded(
-            &mut decoder,
-            &[&[DELIMITER], wire(b"after").as_slice()].concat()
-        ),
-        [b"after"]
-    );
+    assert_eq!(decoded(&mut decoder, &[&[DELIMITER], wire(b"after").as_slice()].concat()), [b"after"]);
 }
 
 proptest! {

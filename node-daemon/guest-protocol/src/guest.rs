@@ -28,12 +28,7 @@ pub struct GuestConnection {
 
 impl Default for GuestConnection {
     fn default() -> Self {
-        Self {
-            nonce: None,
-            decoder: Decoder::new(Direction::FromHost),
-            wire: Wire::default(),
-            events: VecDeque::new(),
-        }
+        Self { nonce: None, decoder: Decoder::new(Direction::FromHost), wire: Wire::default(), events: VecDeque::new() }
     }
 }
 
@@ -41,16 +36,9 @@ impl GuestConnection {
     /// Takes bytes as they were read from the port. What cannot be understood is dropped: the host may be newer, or may
     /// have died in the middle of a word.
     pub fn receive(&mut self, bytes: &[u8]) {
-        let Self {
-            nonce: current,
-            decoder,
-            wire,
-            events,
-        } = self;
+        let Self { nonce: current, decoder, wire, events } = self;
         decoder.feed(bytes, |frame| {
-            let Ok(v1::HostMessage { kind: Some(kind) }) =
-                v1::HostMessage::decode(frame.payload.as_slice())
-            else {
+            let Ok(v1::HostMessage { kind: Some(kind) }) = v1::HostMessage::decode(frame.payload.as_slice()) else {
                 return;
             };
             match kind {
@@ -105,15 +93,8 @@ impl GuestConnection {
         let Some(nonce) = self.nonce else {
             return Ok(());
         };
-        let message = v1::GuestMessage {
-            kind: Some(message.into()),
-        };
-        frame::encode(
-            Direction::FromGuest,
-            nonce,
-            &message.encode_to_vec(),
-            &mut self.wire.bytes,
-        )
+        let message = v1::GuestMessage { kind: Some(message.into()) };
+        frame::encode(Direction::FromGuest, nonce, &message.encode_to_vec(), &mut self.wire.bytes)
     }
 
     /// What is to be written to the port.

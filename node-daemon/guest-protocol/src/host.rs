@@ -105,11 +105,7 @@ impl HostConnection {
     /// Opens a connection: the delimiter and the hello are ready to be written. `nonce` is random and fresh, `log_offset`
     /// the first byte of the log that the daemon does not have.
     pub fn open(nonce: Nonce, log_offset: u64) -> Self {
-        let hello = v1::Hello {
-            nonce: nonce.get(),
-            log_offset,
-            daemon_version: env!("CARGO_PKG_VERSION").to_owned(),
-        };
+        let hello = v1::Hello { nonce: nonce.get(), log_offset, daemon_version: env!("CARGO_PKG_VERSION").to_owned() };
         let mut connection = Self {
             hello,
             nonce,
@@ -155,8 +151,7 @@ impl HostConnection {
             }
         });
         for payload in frames {
-            let message =
-                v1::GuestMessage::decode(payload.as_slice()).map_err(Violation::Unreadable)?;
+            let message = v1::GuestMessage::decode(payload.as_slice()).map_err(Violation::Unreadable)?;
             // A kind that this version does not know is none for it.
             if let Some(kind) = message.kind {
                 self.take(kind)?;
@@ -187,28 +182,15 @@ impl HostConnection {
     /// Starts a process in the guest. Its stream ends with [`HostEvent::ExecEnded`].
     pub fn exec(&mut self, process: v1::Process, stdin: bool) -> Result<StreamId, TooLong> {
         let stream = StreamId(self.next_stream);
-        self.push(v1::Exec {
-            stream_id: stream.0,
-            process: Some(process),
-            stdin,
-        })?;
+        self.push(v1::Exec { stream_id: stream.0, process: Some(process), stdin })?;
         self.next_stream += 1;
-        self.streams.insert(
-            stream,
-            Stream {
-                stdin_open: stdin,
-                ..Stream::default()
-            },
-        );
+        self.streams.insert(stream, Stream { stdin_open: stdin, ..Stream::default() });
         Ok(stream)
     }
 
     /// How many bytes [`Self::write_stdin`] takes now.
     pub fn stdin_room(&self, stream: StreamId) -> usize {
-        self.streams
-            .get(&stream)
-            .filter(|state| state.stdin_open)
-            .map_or(0, |state| state.stdin.available())
+        self.streams.get(&stream).filter(|state| state.stdin_open).map_or(0, |state| state.stdin.available())
     }
 
     /// Queues standard input, as much as the window allows, and says how much. What is left can be given again after
@@ -216,10 +198,7 @@ impl HostConnection {
     pub fn write_stdin(&mut self, stream: StreamId, data: &[u8]) -> usize {
         let len = data.len().min(self.stdin_room(stream));
         for chunk in data[..len].chunks(MAX_CHUNK) {
-            self.push_small(v1::StdinData {
-                stream_id: stream.0,
-                data: chunk.to_vec(),
-            });
+            self.push_small(v1::StdinData { stream_id: stream.0, data: chunk.to_vec() });
         }
         if let Some(state) = self.streams.get_mut(&stream) {
             state.stdin.sent(len);
@@ -231,34 +210,22 @@ impl HostConnection {
         if let Some(state) = self.streams.get_mut(&stream)
             && std::mem::take(&mut state.stdin_open)
         {
-            self.push_small(v1::StdinClose {
-                stream_id: stream.0,
-            });
+            self.push_small(v1::StdinClose { stream_id: stream.0 });
         }
     }
 
     /// Signals the process's group.
     pub fn signal(&mut self, stream: StreamId, number: u32) {
         if self.streams.contains_key(&stream) {
-            self.push_small(v1::Signal {
-                stream_id: stream.0,
-                number,
-            });
+            self.push_small(v1::Signal { stream_id: stream.0, number });
         }
     }
 
     /// So many bytes of an output were passed on: the guest may send as many more.
     pub fn consumed(&mut self, stream: StreamId, output: Output, len: usize) {
-        let window = self
-            .streams
-            .get_mut(&stream)
-            .and_then(|state| state.window(output));
+        let window = self.streams.get_mut(&stream).and_then(|state| state.window(output));
         if let Some(credit) = window.and_then(|window| window.consumed(len)) {
-            self.push_small(v1::StreamCredit {
-                stream_id: stream.0,
-                output: output.into(),
-                bytes: credit,
-            });
+            self.push_small(v1::StreamCredit { stream_id: stream.0, output: output.into(), bytes: credit });
         }
     }
 
@@ -271,9 +238,7 @@ impl HostConnection {
         if std::mem::replace(&mut state.abandoned, true) {
             return;
         }
-        self.events.retain(
-            |event| !matches!(event, HostEvent::Output { stream: of, .. } if *of == stream),
-        );
+        self.events.retain(|event| !matches!(event, HostEvent::Output { stream: of, .. } if *of == stream));
         self.signal(stream, SIGKILL);
         // All that is open is granted: a process that waits for a reader is not waited for.
         for output in [Output::Stdout, Output::Stderr] {
@@ -298,9 +263,7 @@ impl HostConnection {
         }
         let event = match kind {
             guest_message::Kind::HelloReply(_) => None,
-            guest_message::Kind::ConfigureResult(result) => {
-                Some(HostEvent::ConfigureResult(result))
-            }
+            guest_message::Kind::ConfigureResult(result) => Some(HostEvent::ConfigureResult(result)),
             guest_message::Kind::Pong(pong) => Some(HostEvent::Pong(pong)),
             guest_message::Kind::SyncDone(done) => Some(HostEvent::SyncDone(done)),
             guest_message::Kind::ShuttingDown(_) => Some(HostEvent::ShuttingDown),
@@ -319,34 +282,23 @@ impl HostConnection {
 
     fn started(&self, started: v1::ExecStarted) -> Option<HostEvent> {
         let stream = StreamId(started.stream_id);
-        self.streams
-            .contains_key(&stream)
-            .then_some(HostEvent::ExecStarted {
-                stream,
-                pid: started.pid,
-            })
+        self.streams.contains_key(&stream).then_some(HostEvent::ExecStarted { stream, pid: started.pid })
     }
 
     fn failed(&mut self, failed: v1::ExecFailed) -> Result<Option<HostEvent>, Violation> {
-        let failure = failed.failure.ok_or(Violation::Incomplete {
-            stream: failed.stream_id,
-        })?;
+        let failure = failed.failure.ok_or(Violation::Incomplete { stream: failed.stream_id })?;
         Ok(self.ended(failed.stream_id, ProcessEnd::NotStarted(failure)))
     }
 
     fn exited(&mut self, exited: v1::ExecExited) -> Result<Option<HostEvent>, Violation> {
-        let incomplete = Violation::Incomplete {
-            stream: exited.stream_id,
-        };
+        let incomplete = Violation::Incomplete { stream: exited.stream_id };
         let end = ProcessEnd::from_message(exited.status).ok_or(incomplete)?;
         Ok(self.ended(exited.stream_id, end))
     }
 
     fn ended(&mut self, stream: u32, end: ProcessEnd) -> Option<HostEvent> {
         let stream = StreamId(stream);
-        self.streams
-            .remove(&stream)
-            .map(|_| HostEvent::ExecEnded { stream, end })
+        self.streams.remove(&stream).map(|_| HostEvent::ExecEnded { stream, end })
     }
 
     fn output(&mut self, message: v1::OutputData) -> Result<Option<HostEvent>, Violation> {
@@ -358,29 +310,17 @@ impl HostConnection {
         let Some(window) = state.window(output) else {
             return Ok(None);
         };
-        window
-            .received(message.data.len())
-            .map_err(|overrun| Violation::Window {
-                stream: stream.0,
-                overrun,
-            })?;
+        window.received(message.data.len()).map_err(|overrun| Violation::Window { stream: stream.0, overrun })?;
         if abandoned {
             self.consumed(stream, output, message.data.len());
             return Ok(None);
         }
-        Ok(Some(HostEvent::Output {
-            stream,
-            output,
-            data: message.data,
-        }))
+        Ok(Some(HostEvent::Output { stream, output, data: message.data }))
     }
 
     fn closed(&self, message: v1::OutputClosed) -> Option<HostEvent> {
         let (stream, output) = (StreamId(message.stream_id), message.output());
-        let wanted = self
-            .streams
-            .get(&stream)
-            .is_some_and(|state| !state.abandoned);
+        let wanted = self.streams.get(&stream).is_some_and(|state| !state.abandoned);
         wanted.then_some(HostEvent::OutputClosed { stream, output })
     }
 
@@ -392,20 +332,12 @@ impl HostConnection {
     }
 
     fn push(&mut self, message: impl Into<host_message::Kind>) -> Result<(), TooLong> {
-        let message = v1::HostMessage {
-            kind: Some(message.into()),
-        };
-        frame::encode(
-            Direction::FromHost,
-            self.nonce,
-            &message.encode_to_vec(),
-            &mut self.wire.bytes,
-        )
+        let message = v1::HostMessage { kind: Some(message.into()) };
+        frame::encode(Direction::FromHost, self.nonce, &message.encode_to_vec(), &mut self.wire.bytes)
     }
 
     fn push_small(&mut self, message: impl Into<host_message::Kind>) {
-        self.push(message)
-            .expect("stream messages are bounded by MAX_CHUNK");
+        self.push(message).expect("stream messages are bounded by MAX_CHUNK");
     }
 }
 
