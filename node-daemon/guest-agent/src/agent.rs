@@ -4,28 +4,29 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use kibo_guest_protocol::GuestEvent;
-use kibo_guest_protocol::v1::{
-    self, ConfigureStage, Failure, Output, StartFailureReason, guest_state, host_message::Kind,
-};
+use kibo_guest_protocol::v1::{self, ConfigureStage, Failure, Output, StartFailureReason, host_message::Kind};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, wait};
 
 use crate::configure::{self, Workspace};
-use crate::port::{HUNG_UP_PAUSE, Port};
+use crate::phase::{self, OnConfigure, Phase, Ready};
+use crate::port::Port;
 use crate::power::{self, Act, Observed, Stage};
 use crate::request::{Entrypoint as EntrypointSpec, Request, failure};
 use crate::wake::Wake;
-use crate::workload::entrypoint::{self, Entrypoint};
+use crate::workload::entrypoint::Entrypoint;
 use crate::workload::exec::{self, Streams};
 use crate::workload::{end_of, log::Log, start_failure};
+
+/// A poll that fails is out of memory, or a mistake here; either way it must not turn into a busy loop.
+const POLL_FAILED_PAUSE: Duration = Duration::from_millis(100);
 
 pub struct Agent {
     port: Port,
@@ -39,38 +40,10 @@ pub struct Agent {
     boot_id: String,
 }
 
-/// What the guest is.
-enum Phase {
-    Unconfigured,
-    Configuring {
-        instance_id: String,
-    },
-    Ready(Box<Ready>),
-    Failed {
-        instance_id: String,
-        failure: Failure,
-    },
-}
-
-struct Ready {
-    instance_id: String,
-    workspace: Workspace,
-    entrypoint: Option<Entrypoint>,
-    /// Descriptors of their own for each sync, so that one that hangs holds up no other.
-    syncs: Arc<Vec<(String, OwnedFd)>>,
-}
-
 /// What a thread says when it is through.
 enum Done {
-    Configured {
-        instance_id: String,
-        entrypoint: Option<EntrypointSpec>,
-        result: Result<Workspace, Failure>,
-    },
-    Synced {
-        id: u64,
-        error: String,
-    },
+    Configured { instance_id: String, entrypoint: Option<EntrypointSpec>, result: Result<Workspace, Failure> },
+    Synced { id: u64, error: String },
 }
 
 /// Who a polled descriptor belongs to.
@@ -110,64 +83,41 @@ impl Agent {
     /// Waits until somebody has something; says who.
     fn wait(&self) -> Vec<(Source, PollFlags)> {
         let interests = self.interests();
-        let mut fds: Vec<_> = interests
-            .iter()
-            .map(|(_, fd, flags)| PollFd::from_borrowed_fd(*fd, *flags))
-            .collect();
+        let mut fds: Vec<_> = interests.iter().map(|(_, fd, flags)| PollFd::from_borrowed_fd(*fd, *flags)).collect();
         let timeout = self.timeout(Instant::now());
         match poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => {
                 eprintln!("kibo-guest-agent: failed to poll: {errno}");
-                thread::sleep(HUNG_UP_PAUSE);
+                thread::sleep(POLL_FAILED_PAUSE);
             }
         }
-        let ready = interests
-            .iter()
-            .zip(&fds)
-            .map(|((source, ..), fd)| (*source, fd.revents()));
+        let ready = interests.iter().zip(&fds).map(|((source, ..), fd)| (*source, fd.revents()));
         ready.filter(|(_, flags)| !flags.is_empty()).collect()
     }
 
     fn interests(&self) -> Vec<(Source, BorrowedFd<'_>, PollFlags)> {
         let mut interests = vec![(Source::Wake, self.wake.as_fd(), PollFlags::IN)];
-        interests.extend(
-            self.port
-                .interest()
-                .map(|(fd, flags)| (Source::Port, fd, flags)),
-        );
+        interests.extend(self.port.interest().map(|(fd, flags)| (Source::Port, fd, flags)));
         if let Some(entrypoint) = self.phase.entrypoint()
             && self.log.room() > 0
         {
             let outputs = entrypoint.outputs();
-            interests.extend(
-                outputs.map(|(output, fd)| (Source::Log(output), fd.as_fd(), PollFlags::IN)),
-            );
+            interests.extend(outputs.map(|(output, fd)| (Source::Log(output), fd.as_fd(), PollFlags::IN)));
         }
-        interests.extend(
-            self.streams
-                .interests(!self.port.is_crowded())
-                .map(|(id, end, fd)| {
-                    let flags = if end == exec::End::Stdin {
-                        PollFlags::OUT
-                    } else {
-                        PollFlags::IN
-                    };
-                    (Source::Exec(id, end), fd.as_fd(), flags)
-                }),
-        );
+        interests.extend(self.streams.interests(!self.port.is_crowded()).map(|(id, end, fd)| {
+            let flags = if end == exec::End::Stdin { PollFlags::OUT } else { PollFlags::IN };
+            (Source::Exec(id, end), fd.as_fd(), flags)
+        }));
         interests
     }
 
     /// Until the next thing that happens by itself; `None` when nothing does.
     fn timeout(&self, now: Instant) -> Option<Timespec> {
-        let look = self.port.is_hung_up().then(|| now + HUNG_UP_PAUSE);
+        let look = self.port.pause(now).map(|pause| now + pause);
         let restart = self.phase.entrypoint().and_then(Entrypoint::deadline);
         let down = self.down.and_then(Stage::deadline);
-        let next = [look, restart, down, self.streams.deadline()]
-            .into_iter()
-            .flatten()
-            .min()?;
+        let next = [look, restart, down, self.streams.deadline()].into_iter().flatten().min()?;
         // A millisecond more than needed beats waking up just before it and finding nothing to do.
         let left = next.saturating_duration_since(now) + Duration::from_millis(1);
         Timespec::try_from(left).ok()
@@ -191,8 +141,7 @@ impl Agent {
                 }
             }
             Source::Exec(id, end) => {
-                self.streams
-                    .ready(id, end, Instant::now(), &mut self.port.connection);
+                self.streams.ready(id, end, Instant::now(), &mut self.port.connection);
             }
         }
     }
@@ -222,10 +171,7 @@ impl Agent {
             // The connection keeps hellos to itself.
             Kind::Hello(_) => {}
             Kind::Configure(configure) => self.configure(configure),
-            Kind::Ping(ping) => self.send(v1::Pong {
-                id: ping.id,
-                time_unix_nanos: unix_nanos(),
-            }),
+            Kind::Ping(ping) => self.send(v1::Pong { id: ping.id, time_unix_nanos: unix_nanos() }),
             Kind::Sync(sync) => self.sync(sync.id),
             Kind::Shutdown(shutdown) => self.shut_down(shutdown),
             Kind::LogAck(ack) => self.log.acknowledge(ack.offset),
@@ -247,62 +193,19 @@ impl Agent {
             nonce: 0,
             boot_id: self.boot_id.clone(),
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
-            state: Some(v1::GuestState {
-                kind: Some(self.state()),
-            }),
+            state: Some(self.phase.message(self.down.is_some())),
             log_start: self.log.start(),
             log_end: self.log.end(),
         };
         self.port.connection.reply(reply);
     }
 
-    fn state(&self) -> guest_state::Kind {
-        if self.down.is_some() {
-            return guest_state::Kind::ShuttingDown(v1::ShuttingDown {});
-        }
-        match &self.phase {
-            Phase::Unconfigured => guest_state::Kind::Unconfigured(v1::Unconfigured {}),
-            Phase::Configuring { instance_id } => guest_state::Kind::Configuring(v1::Configuring {
-                instance_id: instance_id.clone(),
-            }),
-            Phase::Ready(ready) => guest_state::Kind::Ready(v1::Ready {
-                instance_id: ready.instance_id.clone(),
-                entrypoint: Some(ready.entrypoint_state()),
-            }),
-            Phase::Failed {
-                instance_id,
-                failure,
-            } => guest_state::Kind::Failed(v1::Failed {
-                instance_id: instance_id.clone(),
-                failure: Some(failure.clone()),
-            }),
-        }
-    }
-
     fn configure(&mut self, message: v1::Configure) {
-        let asked = message.instance_id.clone();
-        let (owner, answer) = match &self.phase {
-            Phase::Unconfigured => return self.start_configuring(message),
-            // The answer comes when it is known.
-            Phase::Configuring { instance_id } => (instance_id, None),
-            Phase::Ready(ready) => (&ready.instance_id, Some(None)),
-            Phase::Failed {
-                instance_id,
-                failure,
-            } => (instance_id, Some(Some(failure.clone()))),
-        };
-        let answer = if *owner == asked {
-            answer
-        } else {
-            let message =
-                format!("this guest belongs to instance {owner}: start another one for {asked}");
-            Some(Some(failure(ConfigureStage::Request, message)))
-        };
-        if let Some(failure) = answer {
-            self.send(v1::ConfigureResult {
-                instance_id: asked,
-                failure,
-            });
+        let instance_id = message.instance_id.clone();
+        match self.phase.on_configure(&instance_id) {
+            OnConfigure::Start => self.start_configuring(message),
+            OnConfigure::Wait => {}
+            OnConfigure::Answer(failure) => self.send(v1::ConfigureResult { instance_id, failure }),
         }
     }
 
@@ -311,42 +214,25 @@ impl Agent {
         let request = match Request::parse(message) {
             Ok(request) if self.down.is_none() => request,
             Ok(_) => {
-                return self.fail(
-                    instance_id,
-                    failure(ConfigureStage::Request, "the guest shuts down"),
-                );
+                return self.fail(instance_id, failure(ConfigureStage::Request, "the guest shuts down"));
             }
             Err(failure) => return self.fail(instance_id, failure),
         };
-        self.phase = Phase::Configuring {
-            instance_id: instance_id.clone(),
-        };
+        self.phase = Phase::Configuring { instance_id: instance_id.clone() };
         self.in_background(move || {
             let result = configure::run(&request);
-            Done::Configured {
-                instance_id,
-                entrypoint: request.entrypoint,
-                result,
-            }
+            Done::Configured { instance_id, entrypoint: request.entrypoint, result }
         });
     }
 
     fn finish(&mut self, done: Done) {
         match done {
             Done::Synced { id, error } => self.send(v1::SyncDone { id, error }),
-            Done::Configured {
-                instance_id,
-                entrypoint,
-                result,
-            } => {
-                match result.and_then(|workspace| Ready::start(&instance_id, workspace, entrypoint))
-                {
+            Done::Configured { instance_id, entrypoint, result } => {
+                match result.and_then(|workspace| Ready::start(&instance_id, workspace, entrypoint)) {
                     Ok(ready) => {
                         self.phase = Phase::Ready(Box::new(ready));
-                        self.send(v1::ConfigureResult {
-                            instance_id,
-                            failure: None,
-                        });
+                        self.send(v1::ConfigureResult { instance_id, failure: None });
                         self.tell_entrypoint();
                     }
                     Err(failure) => self.fail(instance_id, failure),
@@ -357,36 +243,20 @@ impl Agent {
 
     fn fail(&mut self, instance_id: String, failure: Failure) {
         eprintln!("kibo-guest-agent: failed to configure: {}", failure.message);
-        self.phase = Phase::Failed {
-            instance_id: instance_id.clone(),
-            failure: failure.clone(),
-        };
-        self.send(v1::ConfigureResult {
-            instance_id,
-            failure: Some(failure),
-        });
+        self.phase = Phase::Failed { instance_id: instance_id.clone(), failure: failure.clone() };
+        self.send(v1::ConfigureResult { instance_id, failure: Some(failure) });
     }
 
     fn sync(&mut self, id: u64) {
-        let syncs = match &self.phase {
-            Phase::Ready(ready) => Arc::clone(&ready.syncs),
-            // Nothing is mounted, so nothing is unwritten.
-            _ => Arc::default(),
-        };
-        self.in_background(move || Done::Synced {
-            id,
-            error: sync_all(&syncs),
-        });
+        let syncs = self.phase.writable();
+        self.in_background(move || Done::Synced { id, error: phase::sync_all(&syncs) });
     }
 
     fn exec(&mut self, request: &v1::Exec) {
         let connection = &mut self.port.connection;
         match &self.phase {
             Phase::Ready(ready) if self.down.is_none() => {
-                let entrypoint = ready
-                    .entrypoint
-                    .as_ref()
-                    .map(|entrypoint| &entrypoint.spec().process);
+                let entrypoint = ready.entrypoint.as_ref().map(|entrypoint| &entrypoint.spec().process);
                 let base = entrypoint.map_or(&[] as &[_], |process| process.env.as_slice());
                 let mut request = request.clone();
                 if let (Some(process), Some(entrypoint)) = (&mut request.process, entrypoint)
@@ -394,16 +264,11 @@ impl Agent {
                 {
                     process.cwd.clone_from(&entrypoint.cwd);
                 }
-                self.streams
-                    .start(&request, &ready.workspace, base, connection);
+                self.streams.start(&request, &ready.workspace, base, connection);
             }
             _ => {
                 let message = "the guest is not configured yet, or it shuts down";
-                exec::refuse(
-                    request.stream_id,
-                    start_failure(StartFailureReason::NotReady, message),
-                    connection,
-                );
+                exec::refuse(request.stream_id, start_failure(StartFailureReason::NotReady, message), connection);
             }
         }
     }
@@ -414,9 +279,7 @@ impl Agent {
         let begun = Stage::begin(grace, Instant::now());
         match (self.down, begun) {
             // A second request may shorten the grace, never lengthen it.
-            (Some(Stage::Terminating { kill_at: old }), Stage::Terminating { kill_at: new })
-                if new < old =>
-            {
+            (Some(Stage::Terminating { kill_at: old }), Stage::Terminating { kill_at: new }) if new < old => {
                 self.down = Some(begun);
             }
             (Some(_), _) => {}
@@ -472,13 +335,7 @@ impl Agent {
     fn go_down(&mut self, processes: bool, now: Instant) {
         let Some(mut stage) = self.down else { return };
         loop {
-            let (next, act) = stage.step(
-                Observed {
-                    processes,
-                    unsent: self.has_unsent(),
-                },
-                now,
-            );
+            let (next, act) = stage.step(Observed { processes, unsent: self.has_unsent() }, now);
             if act == Act::KillAll {
                 power::signal_all(Signal::KILL);
             }
@@ -497,8 +354,7 @@ impl Agent {
 
     fn has_unsent(&self) -> bool {
         let connection = &self.port.connection;
-        connection.is_connected()
-            && !(connection.outgoing().is_empty() && self.log.is_acknowledged())
+        connection.is_connected() && !(connection.outgoing().is_empty() && self.log.is_acknowledged())
     }
 
     fn tell_entrypoint(&mut self) {
@@ -533,61 +389,7 @@ impl Agent {
     }
 }
 
-impl Phase {
-    fn entrypoint(&self) -> Option<&Entrypoint> {
-        match self {
-            Self::Ready(ready) => ready.entrypoint.as_ref(),
-            _ => None,
-        }
-    }
-
-    fn entrypoint_mut(&mut self) -> Option<&mut Entrypoint> {
-        match self {
-            Self::Ready(ready) => ready.entrypoint.as_mut(),
-            _ => None,
-        }
-    }
-}
-
-impl Ready {
-    fn start(
-        instance_id: &str,
-        mut workspace: Workspace,
-        spec: Option<EntrypointSpec>,
-    ) -> Result<Self, Failure> {
-        let syncs = Arc::new(std::mem::take(&mut workspace.writable));
-        let start = |spec| Entrypoint::start(spec, &workspace, Instant::now());
-        let entrypoint = spec
-            .map(start)
-            .transpose()
-            .map_err(|error| failure(ConfigureStage::Entrypoint, error.message))?;
-        Ok(Self {
-            instance_id: instance_id.to_owned(),
-            workspace,
-            entrypoint,
-            syncs,
-        })
-    }
-
-    fn entrypoint_state(&self) -> v1::EntrypointState {
-        self.entrypoint
-            .as_ref()
-            .map_or_else(entrypoint::none, Entrypoint::message)
-    }
-}
-
-/// Writes all file systems back; what failed, or nothing.
-fn sync_all(syncs: &[(String, OwnedFd)]) -> String {
-    let failed = syncs.iter().filter_map(|(name, fd)| {
-        let errno = rustix::fs::syncfs(fd).err()?;
-        Some(format!("failed to write back {name}: {errno}"))
-    });
-    failed.collect::<Vec<_>>().join("; ")
-}
-
 fn unix_nanos() -> u64 {
-    let since = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default();
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -16,10 +16,7 @@ use crate::port::Port;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("failed to mount {what}: {source}")]
-    Mount {
-        what: &'static str,
-        source: io::Error,
-    },
+    Mount { what: &'static str, source: io::Error },
     #[error(transparent)]
     Modules(#[from] modules::Error),
     #[error("failed to open the port {path}: {source}")]
@@ -30,27 +27,16 @@ pub enum Error {
 
 pub fn run() -> Result<Port, Error> {
     let system = MountFlags::NOSUID | MountFlags::NOEXEC | MountFlags::NODEV;
-    for (fs_type, target, flags) in [
-        ("proc", "/proc", system),
-        ("sysfs", "/sys", system),
-        ("devtmpfs", "/dev", MountFlags::NOSUID),
-    ] {
-        mount(fs_type, target, fs_type, flags, None).map_err(|errno| Error::Mount {
-            what: fs_type,
-            source: errno.into(),
-        })?;
+    for (fs_type, target, flags) in
+        [("proc", "/proc", system), ("sysfs", "/sys", system), ("devtmpfs", "/dev", MountFlags::NOSUID)]
+    {
+        mount(fs_type, target, fs_type, flags, None)
+            .map_err(|errno| Error::Mount { what: fs_type, source: errno.into() })?;
     }
     modules::load(modules::Moment::Boot)?;
     let path = find_port();
-    let fd = rustix::fs::open(
-        &path,
-        OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC,
-        Mode::empty(),
-    )
-    .map_err(|errno| Error::Open {
-        path,
-        source: errno.into(),
-    })?;
+    let fd = rustix::fs::open(&path, OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty())
+        .map_err(|errno| Error::Open { path, source: errno.into() })?;
     Ok(Port::new(fd))
 }
 
@@ -58,10 +44,7 @@ pub fn run() -> Result<Port, Error> {
 fn find_port() -> PathBuf {
     let mut said = false;
     loop {
-        let names = fs::read_dir("/sys/class/virtio-ports")
-            .into_iter()
-            .flatten()
-            .flatten();
+        let names = fs::read_dir("/sys/class/virtio-ports").into_iter().flatten().flatten();
         for entry in names {
             let name = fs::read_to_string(entry.path().join("name")).unwrap_or_default();
             if name.trim_end() == PORT_NAME {

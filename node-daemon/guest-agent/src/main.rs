@@ -4,13 +4,14 @@
 //! host: exec, log, sync, shutdown. It never trusts that the host is there: connections come and go, the workload stays.
 //!
 //! Rooms: [`boot`] (from the kernel's start to an open port), [`port`] (bytes in, bytes out), [`agent`] (the loop that
-//! ties all together), [`request`] (what a configure message may say), [`configure`] (carries it out), [`workload`]
+//! ties all together), [`phase`] (what the guest is), [`request`] (what a configure message may say), [`configure`] (carries it out), [`workload`]
 //! (processes, their log and their exec streams), [`power`] (the way down).
 
 mod agent;
 mod boot;
 mod configure;
 mod modules;
+mod phase;
 mod port;
 mod power;
 mod request;

@@ -34,10 +34,7 @@ pub enum Error {
 pub fn load(moment: Moment) -> Result<(), Error> {
     let list = fs::read_to_string(Path::new(DIRECTORY).join("order")).map_err(Error::List)?;
     for file in at(&list, moment) {
-        load_file(file).map_err(|source| Error::Load {
-            file: file.to_owned(),
-            source,
-        })?;
+        load_file(file).map_err(|source| Error::Load { file: file.to_owned(), source })?;
     }
     Ok(())
 }

@@ -1,18 +1,21 @@
 //! The virtio-serial port: bytes in, bytes out, and what hanging up means.
 //!
 //! While no host has the port open, `poll` reports a hangup at once and for ever; then the port is looked at every
-//! [`HUNG_UP_PAUSE`] instead. A host that comes back quickly may go unnoticed here, which is why connections are told
+//! [`Port::pause`] instead. A host that comes back quickly may go unnoticed here, which is why connections are told
 //! apart by their nonces.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kibo_guest_protocol::GuestConnection;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-/// How long a host that comes back may wait to be noticed; shorter costs an idle guest CPU time.
-pub const HUNG_UP_PAUSE: Duration = Duration::from_millis(100);
+/// How long a host that comes back may wait to be noticed: a daemon that restarts is back soon, one that has been away
+/// for long may well be for longer, and each look costs an idle guest CPU time.
+const SHORT_PAUSE: Duration = Duration::from_millis(100);
+const LONG_PAUSE: Duration = Duration::from_millis(500);
+const LONG_AFTER: Duration = Duration::from_secs(10);
 
 /// Above this much unsent output, nothing more is read from the workload.
 const CROWDED: usize = 512 * 1024;
@@ -20,18 +23,13 @@ const CROWDED: usize = 512 * 1024;
 pub struct Port {
     fd: OwnedFd,
     pub connection: GuestConnection,
-    hung_up: bool,
+    hung_up_since: Option<Instant>,
     buffer: Vec<u8>,
 }
 
 impl Port {
     pub fn new(fd: OwnedFd) -> Self {
-        Self {
-            fd,
-            connection: GuestConnection::default(),
-            hung_up: false,
-            buffer: vec![0; 64 * 1024],
-        }
+        Self { fd, connection: GuestConnection::default(), hung_up_since: None, buffer: vec![0; 64 * 1024] }
     }
 
     /// What to poll for; `None` while hung up.
@@ -40,11 +38,14 @@ impl Port {
         if !self.connection.outgoing().is_empty() {
             flags |= PollFlags::OUT;
         }
-        (!self.hung_up).then(|| (self.fd.as_fd(), flags))
+        self.hung_up_since.is_none().then(|| (self.fd.as_fd(), flags))
     }
 
-    pub const fn is_hung_up(&self) -> bool {
-        self.hung_up
+    /// How long to wait before the next [`Self::look`]; `None` while a host is there.
+    pub fn pause(&self, now: Instant) -> Option<Duration> {
+        let since = self.hung_up_since?;
+        let long = now.duration_since(since) >= LONG_AFTER;
+        Some(if long { LONG_PAUSE } else { SHORT_PAUSE })
     }
 
     /// Whether so much waits to be sent that the workload should wait too.
@@ -54,14 +55,13 @@ impl Port {
 
     /// Looks whether a host came back.
     pub fn look(&mut self) {
-        if self.hung_up {
-            let now = Timespec {
-                tv_sec: 0,
-                tv_nsec: 0,
-            };
+        if self.hung_up_since.is_some() {
+            let now = Timespec { tv_sec: 0, tv_nsec: 0 };
             let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
             let looked = poll(&mut fds, Some(&now));
-            self.hung_up = looked.is_err() || fds[0].revents().contains(PollFlags::HUP);
+            if looked.is_ok() && !fds[0].revents().contains(PollFlags::HUP) {
+                self.hung_up_since = None;
+            }
         }
     }
 
@@ -74,7 +74,7 @@ impl Port {
             }
             Err(Errno::AGAIN | Errno::INTR) => false,
             Ok(_) | Err(_) => {
-                self.hung_up = true;
+                self.hung_up_since = Some(Instant::now());
                 self.connection.hang_up();
                 true
             }

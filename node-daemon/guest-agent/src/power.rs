@@ -49,39 +49,28 @@ pub enum Act {
 
 impl Stage {
     pub fn begin(grace: Duration, now: Instant) -> Self {
-        Self::Terminating {
-            kill_at: now + grace.min(MAX_GRACE),
-        }
+        Self::Terminating { kill_at: now + grace.min(MAX_GRACE) }
     }
 
     /// The next step; call again while it changes.
     pub fn step(self, observed: Observed, now: Instant) -> (Self, Act) {
-        let flushing = Self::Flushing {
-            until: now + FLUSH_PATIENCE,
-        };
+        let flushing = Self::Flushing { until: now + FLUSH_PATIENCE };
         match self {
-            Self::Terminating { .. } | Self::Killing { .. } if !observed.processes => {
-                (flushing, Act::Nothing)
+            Self::Terminating { .. } | Self::Killing { .. } if !observed.processes => (flushing, Act::Nothing),
+            Self::Terminating { kill_at } if now >= kill_at => {
+                (Self::Killing { give_up_at: now + KILL_PATIENCE }, Act::KillAll)
             }
-            Self::Terminating { kill_at } if now >= kill_at => (
-                Self::Killing {
-                    give_up_at: now + KILL_PATIENCE,
-                },
-                Act::KillAll,
-            ),
             Self::Killing { give_up_at } if now >= give_up_at => (flushing, Act::Nothing),
-            Self::Flushing { until } if !observed.unsent || now >= until => {
-                (Self::PowerOff, Act::Nothing)
-            }
+            Self::Flushing { until } if !observed.unsent || now >= until => (Self::PowerOff, Act::Nothing),
             stage => (stage, Act::Nothing),
         }
     }
 
     pub const fn deadline(self) -> Option<Instant> {
         match self {
-            Self::Terminating { kill_at: at }
-            | Self::Killing { give_up_at: at }
-            | Self::Flushing { until: at } => Some(at),
+            Self::Terminating { kill_at: at } | Self::Killing { give_up_at: at } | Self::Flushing { until: at } => {
+                Some(at)
+            }
             Self::PowerOff => None,
         }
     }
@@ -120,55 +109,25 @@ mod tests {
     fn a_guest_without_processes_goes_straight_down() {
         let now = Instant::now();
         let (stage, act) = Stage::begin(GRACE, now).step(observed(false, false), now);
-        assert_eq!(
-            (stage, act),
-            (
-                Stage::Flushing {
-                    until: now + FLUSH_PATIENCE
-                },
-                Act::Nothing
-            )
-        );
-        assert_eq!(
-            stage.step(observed(false, false), now),
-            (Stage::PowerOff, Act::Nothing)
-        );
+        assert_eq!((stage, act), (Stage::Flushing { until: now + FLUSH_PATIENCE }, Act::Nothing));
+        assert_eq!(stage.step(observed(false, false), now), (Stage::PowerOff, Act::Nothing));
     }
 
     #[test]
     fn a_process_that_ignores_the_request_is_killed_after_the_grace() {
         let now = Instant::now();
         let stage = Stage::begin(GRACE, now);
-        assert_eq!(
-            stage.step(observed(true, false), now),
-            (stage, Act::Nothing)
-        );
+        assert_eq!(stage.step(observed(true, false), now), (stage, Act::Nothing));
         let late = now + GRACE;
         let (stage, act) = stage.step(observed(true, false), late);
-        assert_eq!(
-            (stage, act),
-            (
-                Stage::Killing {
-                    give_up_at: late + KILL_PATIENCE
-                },
-                Act::KillAll
-            )
-        );
+        assert_eq!((stage, act), (Stage::Killing { give_up_at: late + KILL_PATIENCE }, Act::KillAll));
     }
 
     #[test]
     fn a_process_that_cannot_be_killed_and_a_host_that_does_not_listen_hold_nothing_up() {
         let now = Instant::now();
         let (stage, _) = Stage::Killing { give_up_at: now }.step(observed(true, true), now);
-        assert_eq!(
-            stage,
-            Stage::Flushing {
-                until: now + FLUSH_PATIENCE
-            }
-        );
-        assert_eq!(
-            stage.step(observed(true, true), now + FLUSH_PATIENCE),
-            (Stage::PowerOff, Act::Nothing)
-        );
+        assert_eq!(stage, Stage::Flushing { until: now + FLUSH_PATIENCE });
+        assert_eq!(stage.step(observed(true, true), now + FLUSH_PATIENCE), (Stage::PowerOff, Act::Nothing));
     }
 }

@@ -79,10 +79,7 @@ pub struct Entrypoint {
 
 /// A failure of configuring, with its stage.
 pub fn failure(stage: ConfigureStage, message: impl Into<String>) -> Failure {
-    Failure {
-        stage: stage.into(),
-        message: message.into(),
-    }
+    Failure { stage: stage.into(), message: message.into() }
 }
 
 impl Request {
@@ -106,10 +103,7 @@ fn parse(message: v1::Configure) -> Result<Request, Refusal> {
     }
     let Ok(entropy) = <[u8; ENTROPY_LEN]>::try_from(message.entropy.as_slice()) else {
         let len = message.entropy.len();
-        return refuse(
-            ConfigureStage::Entropy,
-            format!("entropy is {len} bytes, not {ENTROPY_LEN}"),
-        );
+        return refuse(ConfigureStage::Entropy, format!("entropy is {len} bytes, not {ENTROPY_LEN}"));
     };
     let root = message.root_image.unwrap_or_default();
     let layer = message.writable_layer.unwrap_or_default();
@@ -119,11 +113,7 @@ fn parse(message: v1::Configure) -> Result<Request, Refusal> {
         hostname: hostname(message.hostname)?,
         network: message.network.map(network).transpose()?,
         root_image: root_image(root)?,
-        layer_serial: serial(
-            ConfigureStage::WritableLayer,
-            "writable_layer",
-            layer.serial,
-        )?,
+        layer_serial: serial(ConfigureStage::WritableLayer, "writable_layer", layer.serial)?,
         volumes: volumes(message.volumes)?,
         entrypoint: message.entrypoint.map(entrypoint).transpose()?,
     })
@@ -133,10 +123,7 @@ fn hostname(name: String) -> Result<String, Refusal> {
     let legal = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'.';
     if name.is_empty() || name.len() > MAX_HOSTNAME || !name.bytes().all(legal) {
         let rule = format!("1 to {MAX_HOSTNAME} letters, digits, '-' and '.'");
-        return refuse(
-            ConfigureStage::Hostname,
-            format!("hostname {name:?} is not {rule}"),
-        );
+        return refuse(ConfigureStage::Hostname, format!("hostname {name:?} is not {rule}"));
     }
     Ok(name)
 }
@@ -154,16 +141,10 @@ fn root_image(image: v1::RootImage) -> Result<RootImage, Refusal> {
         "erofs" => RootFs::Erofs,
         "squashfs" => RootFs::Squashfs,
         other => {
-            return refuse(
-                stage,
-                format!("the root image's file system is {other:?}, not erofs or squashfs"),
-            );
+            return refuse(stage, format!("the root image's file system is {other:?}, not erofs or squashfs"));
         }
     };
-    Ok(RootImage {
-        serial: serial(stage, "root_image", image.serial)?,
-        fs_type,
-    })
+    Ok(RootImage { serial: serial(stage, "root_image", image.serial)?, fs_type })
 }
 
 fn volumes(messages: Vec<v1::Volume>) -> Result<Vec<Volume>, Refusal> {
@@ -171,11 +152,7 @@ fn volumes(messages: Vec<v1::Volume>) -> Result<Vec<Volume>, Refusal> {
     let mut paths = HashSet::new();
     let mut volumes = Vec::with_capacity(messages.len());
     for message in messages {
-        let name = if message.name.is_empty() {
-            message.serial.clone()
-        } else {
-            message.name
-        };
+        let name = if message.name.is_empty() { message.serial.clone() } else { message.name };
         let Some(mount_path) = mount_path(&message.mount_path) else {
             let path = message.mount_path;
             return refuse(
@@ -189,19 +166,11 @@ fn volumes(messages: Vec<v1::Volume>) -> Result<Vec<Volume>, Refusal> {
         if !paths.insert(mount_path.clone()) {
             return refuse(
                 stage,
-                format!(
-                    "volume {name}: another volume is mounted at {} already",
-                    mount_path.display()
-                ),
+                format!("volume {name}: another volume is mounted at {} already", mount_path.display()),
             );
         }
         let serial = serial(stage, &format!("volume {name}"), message.serial)?;
-        volumes.push(Volume {
-            name,
-            serial,
-            mount_path,
-            read_only: message.read_only,
-        });
+        volumes.push(Volume { name, serial, mount_path, read_only: message.read_only });
     }
     volumes.sort_by_key(|volume| volume.mount_path.components().count());
     Ok(volumes)
@@ -209,13 +178,9 @@ fn volumes(messages: Vec<v1::Volume>) -> Result<Vec<Volume>, Refusal> {
 
 fn mount_path(path: &str) -> Option<PathBuf> {
     let path = Path::new(path);
-    let plain = path
-        .components()
-        .all(|part| matches!(part, Component::RootDir | Component::Normal(_)));
+    let plain = path.components().all(|part| matches!(part, Component::RootDir | Component::Normal(_)));
     let normal: PathBuf = path.components().collect();
-    let free = RESERVED
-        .iter()
-        .all(|reserved| !normal.starts_with(reserved));
+    let free = RESERVED.iter().all(|reserved| !normal.starts_with(reserved));
     (path.is_absolute()
         && plain
         && free
@@ -231,84 +196,39 @@ fn network(message: v1::Network) -> Result<Network, Refusal> {
     let prefix_length = match u8::try_from(message.prefix_length) {
         Ok(length) if length <= longest => length,
         _ => {
-            return refuse(
-                stage,
-                format!(
-                    "the prefix length {} is more than {longest}",
-                    message.prefix_length
-                ),
-            );
+            return refuse(stage, format!("the prefix length {} is more than {longest}", message.prefix_length));
         }
     };
-    let gateway = (!message.gateway.is_empty())
-        .then(|| ip("gateway", &message.gateway))
-        .transpose()?;
+    let gateway = (!message.gateway.is_empty()).then(|| ip("gateway", &message.gateway)).transpose()?;
     if gateway.is_some_and(|gateway| gateway.is_ipv4() != address.is_ipv4()) {
         return refuse(
             stage,
-            format!(
-                "the gateway {} and the address {address} are of different families",
-                message.gateway
-            ),
+            format!("the gateway {} and the address {address} are of different families", message.gateway),
         );
     }
-    let mac = (!message.mac.is_empty())
-        .then(|| mac(&message.mac))
-        .transpose()?;
-    let dns_servers = message
-        .dns_servers
-        .iter()
-        .map(|server| ip("DNS server", server))
-        .collect::<Result<_, _>>()?;
+    let mac = (!message.mac.is_empty()).then(|| mac(&message.mac)).transpose()?;
+    let dns_servers = message.dns_servers.iter().map(|server| ip("DNS server", server)).collect::<Result<_, _>>()?;
     let mtu = (message.mtu != 0).then_some(message.mtu);
-    Ok(Network {
-        mac,
-        address,
-        prefix_length,
-        gateway,
-        dns_servers,
-        dns_search: message.dns_search,
-        mtu,
-    })
+    Ok(Network { mac, address, prefix_length, gateway, dns_servers, dns_search: message.dns_search, mtu })
 }
 
 fn ip(what: &str, text: &str) -> Result<IpAddr, Refusal> {
-    text.parse().or_else(|_| {
-        refuse(
-            ConfigureStage::Network,
-            format!("the {what} {text:?} is no IP address"),
-        )
-    })
+    text.parse().or_else(|_| refuse(ConfigureStage::Network, format!("the {what} {text:?} is no IP address")))
 }
 
 fn mac(text: &str) -> Result<[u8; 6], Refusal> {
-    let bytes: Option<Vec<u8>> = text
-        .split(':')
-        .map(|part| {
-            u8::from_str_radix(part, 16)
-                .ok()
-                .filter(|_| part.len() == 2)
-        })
-        .collect();
-    bytes.and_then(|bytes| bytes.try_into().ok()).map_or_else(
-        || {
-            refuse(
-                ConfigureStage::Network,
-                format!("{text:?} is no MAC address"),
-            )
-        },
-        Ok,
-    )
+    let bytes: Option<Vec<u8>> =
+        text.split(':').map(|part| u8::from_str_radix(part, 16).ok().filter(|_| part.len() == 2)).collect();
+    bytes
+        .and_then(|bytes| bytes.try_into().ok())
+        .map_or_else(|| refuse(ConfigureStage::Network, format!("{text:?} is no MAC address")), Ok)
 }
 
 fn entrypoint(message: v1::Entrypoint) -> Result<Entrypoint, Refusal> {
     let stage = ConfigureStage::Entrypoint;
     let policy = match message.restart_policy() {
         RestartPolicy::Unspecified => {
-            return refuse(
-                stage,
-                "the entrypoint's restart policy is missing or unknown",
-            );
+            return refuse(stage, "the entrypoint's restart policy is missing or unknown");
         }
         policy => policy,
     };
@@ -316,21 +236,11 @@ fn entrypoint(message: v1::Entrypoint) -> Result<Entrypoint, Refusal> {
         return refuse(stage, "the entrypoint has no command");
     };
     let millis = |value: u32, default| {
-        if value == 0 {
-            default
-        } else {
-            Duration::from_millis(value.into())
-        }
+        if value == 0 { default } else { Duration::from_millis(value.into()) }
     };
     let backoff_initial = millis(message.backoff_initial_millis, DEFAULT_BACKOFF.0);
-    let backoff_maximum =
-        millis(message.backoff_maximum_millis, DEFAULT_BACKOFF.1).max(backoff_initial);
-    Ok(Entrypoint {
-        process,
-        policy,
-        backoff_initial,
-        backoff_maximum,
-    })
+    let backoff_maximum = millis(message.backoff_maximum_millis, DEFAULT_BACKOFF.1).max(backoff_initial);
+    Ok(Entrypoint { process, policy, backoff_initial, backoff_maximum })
 }
 
 #[cfg(test)]

@@ -1,11 +1,7 @@
 use super::*;
 
 fn volume(serial: &str, mount_path: &str) -> v1::Volume {
-    v1::Volume {
-        serial: serial.to_owned(),
-        mount_path: mount_path.to_owned(),
-        ..v1::Volume::default()
-    }
+    v1::Volume { serial: serial.to_owned(), mount_path: mount_path.to_owned(), ..v1::Volume::default() }
 }
 
 fn message() -> v1::Configure {
@@ -21,19 +17,11 @@ fn message() -> v1::Configure {
             gateway: "10.77.3.1".to_owned(),
             ..v1::Network::default()
         }),
-        root_image: Some(v1::RootImage {
-            serial: "root".to_owned(),
-            fs_type: "erofs".to_owned(),
-        }),
-        writable_layer: Some(v1::WritableLayer {
-            serial: "rw".to_owned(),
-        }),
+        root_image: Some(v1::RootImage { serial: "root".to_owned(), fs_type: "erofs".to_owned() }),
+        writable_layer: Some(v1::WritableLayer { serial: "rw".to_owned() }),
         volumes: vec![volume("vol0", "/data/deep/"), volume("vol1", "/data")],
         entrypoint: Some(v1::Entrypoint {
-            process: Some(v1::Process {
-                argv: vec!["sleep".to_owned()],
-                ..v1::Process::default()
-            }),
+            process: Some(v1::Process { argv: vec!["sleep".to_owned()], ..v1::Process::default() }),
             restart_policy: RestartPolicy::Always.into(),
             ..v1::Entrypoint::default()
         }),
@@ -44,23 +32,12 @@ fn message() -> v1::Configure {
 fn a_full_message_is_taken() {
     let request = Request::parse(message()).expect("all is right");
     assert_eq!(request.root_image.fs_type, RootFs::Erofs);
-    let paths: Vec<_> = request
-        .volumes
-        .iter()
-        .map(|volume| volume.mount_path.to_str())
-        .collect();
-    assert_eq!(
-        paths,
-        [Some("/data"), Some("/data/deep")],
-        "outer volumes come first"
-    );
+    let paths: Vec<_> = request.volumes.iter().map(|volume| volume.mount_path.to_str()).collect();
+    assert_eq!(paths, [Some("/data"), Some("/data/deep")], "outer volumes come first");
     let network = request.network.expect("given");
     assert_eq!(network.mac, Some([0x52, 0x54, 0, 0x12, 0x34, 0x56]));
     let entrypoint = request.entrypoint.expect("given");
-    assert_eq!(
-        (entrypoint.backoff_initial, entrypoint.backoff_maximum),
-        DEFAULT_BACKOFF
-    );
+    assert_eq!((entrypoint.backoff_initial, entrypoint.backoff_maximum), DEFAULT_BACKOFF);
 }
 
 #[test]

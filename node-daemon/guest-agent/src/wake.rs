@@ -21,10 +21,7 @@ impl Wake {
         receiver.set_nonblocking(true)?;
         sender.set_nonblocking(true)?;
         signal_hook::low_level::pipe::register(signal_hook::consts::SIGCHLD, sender.try_clone()?)?;
-        Ok(Self {
-            receiver,
-            sender: Arc::new(sender),
-        })
+        Ok(Self { receiver, sender: Arc::new(sender) })
     }
 
     pub fn waker(&self) -> Waker {

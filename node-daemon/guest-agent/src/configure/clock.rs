@@ -11,19 +11,8 @@ pub struct Error {
 
 pub fn set(unix_nanos: u64) -> Result<(), Error> {
     const SECOND: u64 = 1_000_000_000;
-    let error = |source| Error {
-        nanos: unix_nanos,
-        source,
-    };
-    let seconds =
-        i64::try_from(unix_nanos / SECOND).map_err(|_| error(rustix::io::Errno::INVAL))?;
+    let error = |source| Error { nanos: unix_nanos, source };
+    let seconds = i64::try_from(unix_nanos / SECOND).map_err(|_| error(rustix::io::Errno::INVAL))?;
     let nanos = i64::try_from(unix_nanos % SECOND).map_err(|_| error(rustix::io::Errno::INVAL))?;
-    clock_settime(
-        ClockId::Realtime,
-        Timespec {
-            tv_sec: seconds,
-            tv_nsec: nanos,
-        },
-    )
-    .map_err(error)
+    clock_settime(ClockId::Realtime, Timespec { tv_sec: seconds, tv_nsec: nanos }).map_err(error)
 }

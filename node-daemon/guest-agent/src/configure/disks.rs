@@ -20,10 +20,7 @@ impl Disks {
         for entry in fs::read_dir("/sys/block")? {
             let entry = entry?;
             if let Ok(serial) = fs::read_to_string(entry.path().join("serial")) {
-                disks.insert(
-                    serial.trim_end().to_owned(),
-                    PathBuf::from("/dev").join(entry.file_name()),
-                );
+                disks.insert(serial.trim_end().to_owned(), PathBuf::from("/dev").join(entry.file_name()));
             }
         }
         Ok(Self(disks))
@@ -33,11 +30,7 @@ impl Disks {
     pub fn device(&self, serial: &str) -> Result<&PathBuf, String> {
         self.0.get(serial).ok_or_else(|| {
             let present: Vec<_> = self.0.keys().map(String::as_str).collect();
-            let present = if present.is_empty() {
-                "none".to_owned()
-            } else {
-                present.join(", ")
-            };
+            let present = if present.is_empty() { "none".to_owned() } else { present.join(", ") };
             format!("no disk with serial {serial:?} is attached to the guest (attached: {present})")
         })
     }

@@ -28,22 +28,13 @@ pub enum Error {
     Reseed(rustix::io::Errno),
 }
 
-#[allow(
-    clippy::cast_possible_truncation,
-    clippy::cast_possible_wrap,
-    reason = "64 and 512 fit into an int"
-)]
+#[allow(clippy::cast_possible_truncation, clippy::cast_possible_wrap, reason = "64 and 512 fit into an int")]
 pub fn add(entropy: &[u8; ENTROPY_LEN]) -> Result<(), Error> {
     let device = File::open("/dev/urandom").map_err(Error::Open)?;
-    let info = PoolInfo {
-        entropy_bits: 8 * ENTROPY_LEN as i32,
-        len: ENTROPY_LEN as i32,
-        buffer: *entropy,
-    };
+    let info = PoolInfo { entropy_bits: 8 * ENTROPY_LEN as i32, len: ENTROPY_LEN as i32, buffer: *entropy };
     #[allow(unsafe_code, reason = "rustix has no call of its own for this ioctl")]
     // SAFETY: RNDADDENTROPY reads a rand_pool_info with `len` bytes behind it, which is what PoolInfo is.
-    unsafe { rustix::ioctl::ioctl(&device, Setter::<ADD_ENTROPY, PoolInfo>::new(info)) }
-        .map_err(Error::Add)?;
+    unsafe { rustix::ioctl::ioctl(&device, Setter::<ADD_ENTROPY, PoolInfo>::new(info)) }.map_err(Error::Add)?;
     #[allow(unsafe_code, reason = "rustix has no call of its own for this ioctl")]
     // SAFETY: RNDRESEEDCRNG takes no argument.
     unsafe { rustix::ioctl::ioctl(&device, NoArg::<RESEED>::new()) }.map_err(Error::Reseed)

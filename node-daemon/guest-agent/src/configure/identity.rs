@@ -8,52 +8,34 @@ use std::path::Path;
 use crate::request::{Network, Request};
 
 /// Marks a file as ours; somebody who removes the line keeps the file as it is.
-const HEADER: &str =
-    "# Written at each start by the guest agent; remove this line to keep your own.\n";
+const HEADER: &str = "# Written at each start by the guest agent; remove this line to keep your own.\n";
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("failed to set the hostname to {name:?}: {source}")]
-    Hostname {
-        name: String,
-        source: rustix::io::Errno,
-    },
+    Hostname { name: String, source: rustix::io::Errno },
     #[error("failed to write {path}: {source}")]
-    File {
-        path: &'static str,
-        source: io::Error,
-    },
+    File { path: &'static str, source: io::Error },
 }
 
 pub fn set_hostname(name: &str) -> Result<(), Error> {
-    rustix::system::sethostname(name.as_bytes()).map_err(|source| Error::Hostname {
-        name: name.to_owned(),
-        source,
-    })
+    rustix::system::sethostname(name.as_bytes()).map_err(|source| Error::Hostname { name: name.to_owned(), source })
 }
 
 /// Runs inside the Workspace's root.
 pub fn write_files(request: &Request) -> Result<(), Error> {
     match fs::create_dir("/etc") {
         Err(source) if source.kind() != io::ErrorKind::AlreadyExists => {
-            return Err(Error::File {
-                path: "/etc",
-                source,
-            });
+            return Err(Error::File { path: "/etc", source });
         }
         _ => {}
     }
     replace("/etc/hostname", &format!("{}\n", request.hostname))?;
     if is_ours(Path::new("/etc/hosts")) {
-        replace(
-            "/etc/hosts",
-            &hosts(&request.hostname, request.network.as_ref()),
-        )?;
+        replace("/etc/hosts", &hosts(&request.hostname, request.network.as_ref()))?;
     }
     match &request.network {
-        Some(network)
-            if !network.dns_servers.is_empty() && is_ours(Path::new("/etc/resolv.conf")) =>
-        {
+        Some(network) if !network.dns_servers.is_empty() && is_ours(Path::new("/etc/resolv.conf")) => {
             replace("/etc/resolv.conf", &resolv_conf(network))
         }
         _ => Ok(()),
@@ -84,18 +66,9 @@ fn replace(path: &'static str, content: &str) -> Result<(), Error> {
 
 fn hosts(hostname: &str, network: Option<&Network>) -> String {
     let short = hostname.split('.').next().unwrap_or(hostname);
-    let names = if short == hostname {
-        hostname.to_owned()
-    } else {
-        format!("{hostname} {short}")
-    };
-    let own = network.map_or_else(
-        || "127.0.1.1".to_owned(),
-        |network| network.address.to_string(),
-    );
-    format!(
-        "{HEADER}127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n{own} {names}\n"
-    )
+    let names = if short == hostname { hostname.to_owned() } else { format!("{hostname} {short}") };
+    let own = network.map_or_else(|| "127.0.1.1".to_owned(), |network| network.address.to_string());
+    format!("{HEADER}127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n{own} {names}\n")
 }
 
 fn resolv_conf(network: &Network) -> String {
@@ -116,10 +89,7 @@ mod tests {
     #[test]
     fn hosts_names_the_guest_with_and_without_its_domain() {
         let content = hosts("demo.example", None);
-        assert!(
-            content.ends_with("127.0.1.1 demo.example demo\n"),
-            "{content}"
-        );
+        assert!(content.ends_with("127.0.1.1 demo.example demo\n"), "{content}");
         assert!(hosts("demo", None).ends_with("127.0.1.1 demo\n"));
     }
 

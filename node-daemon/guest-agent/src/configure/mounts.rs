@@ -22,12 +22,8 @@ const MERGED: &str = "/mnt/merged";
 
 /// Mounts all and makes the Workspace's root the thread's own.
 pub fn mount_all(request: &Request, disks: &Disks) -> Result<Workspace, Failure> {
-    own_namespace().map_err(|errno| {
-        failure(
-            ConfigureStage::Disks,
-            format!("failed to make a mount namespace: {errno}"),
-        )
-    })?;
+    own_namespace()
+        .map_err(|errno| failure(ConfigureStage::Disks, format!("failed to make a mount namespace: {errno}")))?;
     mount_image(&request.root_image, disks)?;
     let layer = mount_layer(&request.layer_serial, disks)?;
     mount_overlay()?;
@@ -44,11 +40,7 @@ pub fn mount_all(request: &Request, disks: &Disks) -> Result<Workspace, Failure>
     let namespace = open("/proc/thread-self/ns/mnt")
         .map_err(|errno| at_root(format!("failed to keep the mount namespace: {errno}")))?;
     let root = open("/").map_err(|errno| at_root(format!("failed to open /: {errno}")))?;
-    Ok(Workspace {
-        namespace,
-        root,
-        writable,
-    })
+    Ok(Workspace { namespace, root, writable })
 }
 
 fn at_root(message: String) -> Failure {
@@ -56,16 +48,10 @@ fn at_root(message: String) -> Failure {
 }
 
 fn own_namespace() -> Result<(), Errno> {
-    #[allow(
-        unsafe_code,
-        reason = "rustix marks every unshare as unsafe because of UnshareFlags::FILES"
-    )]
+    #[allow(unsafe_code, reason = "rustix marks every unshare as unsafe because of UnshareFlags::FILES")]
     // SAFETY: file descriptors stay shared; only this thread's mounts, root and working directory part.
     unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWNS | UnshareFlags::FS) }?;
-    mount_change(
-        "/",
-        MountPropagationFlags::PRIVATE | MountPropagationFlags::REC,
-    )
+    mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)
 }
 
 fn mount_image(image: &RootImage, disks: &Disks) -> Result<(), Failure> {
@@ -86,18 +72,12 @@ fn mount_layer(serial: &str, disks: &Disks) -> Result<OwnedFd, Failure> {
     let device = disks.device(serial).map_err(at_layer)?;
     make_dir(LAYER).map_err(|error| at_layer(format!("failed to make {LAYER}: {error}")))?;
     mount(device, LAYER, "ext4", MountFlags::empty(), None).map_err(|errno| {
-        at_layer(format!(
-            "failed to mount the writable layer (disk {serial:?}) as ext4: {}",
-            explain(errno, "ext4")
-        ))
+        at_layer(format!("failed to mount the writable layer (disk {serial:?}) as ext4: {}", explain(errno, "ext4")))
     })?;
     // The root directory that a Workspace sees is the upper one: root's, 0755, whatever the image says.
     for name in ["upper", "work"] {
-        make_dir(&format!("{LAYER}/{name}")).map_err(|error| {
-            at_layer(format!(
-                "failed to make the directory {name} on the writable layer: {error}"
-            ))
-        })?;
+        make_dir(&format!("{LAYER}/{name}"))
+            .map_err(|error| at_layer(format!("failed to make the directory {name} on the writable layer: {error}")))?;
     }
     open_dir(LAYER).map_err(|errno| at_layer(format!("failed to open the writable layer: {errno}")))
 }
@@ -106,11 +86,8 @@ fn mount_overlay() -> Result<(), Failure> {
     let at_layer = |message| failure(ConfigureStage::WritableLayer, message);
     make_dir(MERGED).map_err(|error| at_layer(format!("failed to make {MERGED}: {error}")))?;
     let options = c"lowerdir=/mnt/image,upperdir=/mnt/layer/upper,workdir=/mnt/layer/work";
-    mount("overlay", MERGED, "overlay", MountFlags::empty(), options).map_err(|errno| {
-        at_layer(format!(
-            "failed to lay the writable layer over the root image: {errno}"
-        ))
-    })
+    mount("overlay", MERGED, "overlay", MountFlags::empty(), options)
+        .map_err(|errno| at_layer(format!("failed to lay the writable layer over the root image: {errno}")))
 }
 
 /// The initramfs cannot be pivoted away from, so the new root is moved over it. Whoever enters the namespace later
@@ -130,17 +107,11 @@ fn mount_system() -> Result<(), Failure> {
         ("proc", "/proc", kernel, c""),
         ("sysfs", "/sys", kernel, c""),
         ("devtmpfs", "/dev", MountFlags::NOSUID, c""),
-        (
-            "devpts",
-            "/dev/pts",
-            MountFlags::NOSUID | MountFlags::NOEXEC,
-            c"gid=5,mode=620,ptmxmode=666",
-        ),
+        ("devpts", "/dev/pts", MountFlags::NOSUID | MountFlags::NOEXEC, c"gid=5,mode=620,ptmxmode=666"),
         ("tmpfs", "/dev/shm", quiet, c"mode=1777"),
         ("tmpfs", "/run", quiet, c"mode=0755"),
     ] {
-        let made =
-            make_dir(target).map_err(|error| at_root(format!("failed to make {target}: {error}")));
+        let made = make_dir(target).map_err(|error| at_root(format!("failed to make {target}: {error}")));
         made?;
         mount(fs_type, target, fs_type, flags, options)
             .map_err(|errno| at_root(format!("failed to mount {fs_type} at {target}: {errno}")))?;
@@ -164,45 +135,26 @@ fn mount_system() -> Result<(), Failure> {
 }
 
 fn mount_volume(volume: &Volume, disks: &Disks) -> Result<OwnedFd, Failure> {
-    let Volume {
-        name,
-        serial,
-        mount_path,
-        read_only,
-    } = volume;
+    let Volume { name, serial, mount_path, read_only } = volume;
     let path = mount_path.display();
-    let at_volume =
-        |message: String| failure(ConfigureStage::Volume, format!("volume {name}: {message}"));
+    let at_volume = |message: String| failure(ConfigureStage::Volume, format!("volume {name}: {message}"));
     let device = disks.device(serial).map_err(at_volume)?;
     fs::create_dir_all(mount_path)
         .map_err(|error| at_volume(format!("failed to make its mount path {path}: {error}")))?;
-    let flags = if *read_only {
-        MountFlags::RDONLY
-    } else {
-        MountFlags::empty()
-    };
+    let flags = if *read_only { MountFlags::RDONLY } else { MountFlags::empty() };
     mount(device, mount_path, "ext4", flags, None).map_err(|errno| {
-        at_volume(format!(
-            "failed to mount disk {serial:?} at {path} as ext4: {}",
-            explain(errno, "ext4")
-        ))
+        at_volume(format!("failed to mount disk {serial:?} at {path} as ext4: {}", explain(errno, "ext4")))
     })?;
     open_dir(mount_path).map_err(|errno| at_volume(format!("failed to open {path}: {errno}")))
 }
 
 fn open_dir(path: impl rustix::path::Arg) -> Result<OwnedFd, Errno> {
-    rustix::fs::open(
-        path,
-        OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
-        Mode::empty(),
-    )
+    rustix::fs::open(path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
 }
 
 fn make_dir(path: &str) -> io::Result<()> {
     match DirBuilder::new().mode(0o755).create(path) {
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && Path::new(path).is_dir() => {
-            Ok(())
-        }
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && Path::new(path).is_dir() => Ok(()),
         result => result,
     }
 }

@@ -4,9 +4,7 @@ use std::fs;
 use std::io;
 use std::net::IpAddr;
 
-use netlink_packet_core::{
-    NLM_F_ACK, NLM_F_CREATE, NLM_F_REPLACE, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload,
-};
+use netlink_packet_core::{NLM_F_ACK, NLM_F_CREATE, NLM_F_REPLACE, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload};
 use netlink_packet_route::address::{AddressAttribute, AddressMessage};
 use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
 use netlink_packet_route::route::{
@@ -40,27 +38,15 @@ pub fn set_up(network: &Network) -> Result<(), Error> {
     let mut netlink = Netlink::open()?;
     if let Some(mac) = network.mac {
         let attribute = LinkAttribute::Address(mac.to_vec());
-        netlink.set_link(
-            index,
-            vec![attribute],
-            LinkFlags::empty(),
-            format!("set the MAC address of {name}"),
-        )?;
+        netlink.set_link(index, vec![attribute], LinkFlags::empty(), format!("set the MAC address of {name}"))?;
     }
     if let Some(mtu) = network.mtu {
         let attribute = LinkAttribute::Mtu(mtu);
-        netlink.set_link(
-            index,
-            vec![attribute],
-            LinkFlags::empty(),
-            format!("set the MTU of {name} to {mtu}"),
-        )?;
+        netlink.set_link(index, vec![attribute], LinkFlags::empty(), format!("set the MTU of {name} to {mtu}"))?;
     }
     netlink.bring_up(index, &name)?;
     netlink.add_address(index, network.address, network.prefix_length)?;
-    network
-        .gateway
-        .map_or(Ok(()), |gateway| netlink.add_default_route(index, gateway))
+    network.gateway.map_or(Ok(()), |gateway| netlink.add_default_route(index, gateway))
 }
 
 fn first_interface() -> Result<(String, u32), Error> {
@@ -78,9 +64,7 @@ fn first_interface() -> Result<(String, u32), Error> {
 
 fn interface_index(name: &str) -> io::Result<u32> {
     let text = fs::read_to_string(format!("/sys/class/net/{name}/ifindex"))?;
-    text.trim()
-        .parse()
-        .map_err(|_| io::Error::other(format!("{text:?} is no interface index")))
+    text.trim().parse().map_err(|_| io::Error::other(format!("{text:?} is no interface index")))
 }
 
 struct Netlink {
@@ -92,13 +76,8 @@ impl Netlink {
     fn open() -> Result<Self, Error> {
         let mut socket = Socket::new(NETLINK_ROUTE).map_err(Error::Socket)?;
         socket.bind_auto().map_err(Error::Socket)?;
-        socket
-            .connect(&SocketAddr::new(0, 0))
-            .map_err(Error::Socket)?;
-        Ok(Self {
-            socket,
-            sequence: 0,
-        })
+        socket.connect(&SocketAddr::new(0, 0)).map_err(Error::Socket)?;
+        Ok(Self { socket, sequence: 0 })
     }
 
     fn bring_up(&mut self, index: u32, name: &str) -> Result<(), Error> {
@@ -125,16 +104,9 @@ impl Netlink {
         message.header.family = family(address);
         message.header.prefix_len = prefix_length;
         message.header.index = index;
-        message.attributes = vec![
-            AddressAttribute::Local(address),
-            AddressAttribute::Address(address),
-        ];
+        message.attributes = vec![AddressAttribute::Local(address), AddressAttribute::Address(address)];
         let what = format!("add the address {address}/{prefix_length}");
-        self.request(
-            RouteNetlinkMessage::NewAddress(message),
-            NLM_F_CREATE | NLM_F_REPLACE,
-            what,
-        )
+        self.request(RouteNetlinkMessage::NewAddress(message), NLM_F_CREATE | NLM_F_REPLACE, what)
     }
 
     fn add_default_route(&mut self, index: u32, gateway: IpAddr) -> Result<(), Error> {
@@ -147,25 +119,13 @@ impl Netlink {
             kind: RouteType::Unicast,
             ..RouteHeader::default()
         };
-        message.attributes = vec![
-            RouteAttribute::Gateway(RouteAddress::from(gateway)),
-            RouteAttribute::Oif(index),
-        ];
+        message.attributes = vec![RouteAttribute::Gateway(RouteAddress::from(gateway)), RouteAttribute::Oif(index)];
         let what = format!("add the default route by {gateway}");
-        self.request(
-            RouteNetlinkMessage::NewRoute(message),
-            NLM_F_CREATE | NLM_F_REPLACE,
-            what,
-        )
+        self.request(RouteNetlinkMessage::NewRoute(message), NLM_F_CREATE | NLM_F_REPLACE, what)
     }
 
     /// Sends a request and waits for the kernel's word on it, which comes at once.
-    fn request(
-        &mut self,
-        message: RouteNetlinkMessage,
-        flags: u16,
-        what: String,
-    ) -> Result<(), Error> {
+    fn request(&mut self, message: RouteNetlinkMessage, flags: u16, what: String) -> Result<(), Error> {
         self.sequence += 1;
         let mut packet = NetlinkMessage::from(message);
         packet.header.flags = NLM_F_REQUEST | NLM_F_ACK | flags;
@@ -173,15 +133,13 @@ impl Netlink {
         packet.finalize();
         let mut bytes = vec![0; packet.buffer_len()];
         packet.serialize(&mut bytes);
-        self.exchange(&bytes)
-            .map_err(|source| Error::Request { what, source })
+        self.exchange(&bytes).map_err(|source| Error::Request { what, source })
     }
 
     fn exchange(&self, request: &[u8]) -> io::Result<()> {
         self.socket.send(request, 0)?;
         let (reply, _) = self.socket.recv_from_full()?;
-        let reply =
-            NetlinkMessage::<RouteNetlinkMessage>::deserialize(&reply).map_err(io::Error::other)?;
+        let reply = NetlinkMessage::<RouteNetlinkMessage>::deserialize(&reply).map_err(io::Error::other)?;
         match reply.payload {
             NetlinkPayload::Error(error) if error.code.is_some() => Err(error.to_io()),
             NetlinkPayload::Error(_) => Ok(()),

@@ -6,9 +6,7 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use kibo_guest_protocol::ProcessEnd;
-use kibo_guest_protocol::v1::{
-    self, Output, RestartPolicy, StartFailure, StartFailureReason, entrypoint_state::Kind,
-};
+use kibo_guest_protocol::v1::{self, Output, RestartPolicy, StartFailure, StartFailureReason, entrypoint_state::Kind};
 use rustix::process::Pid;
 
 use super::pipe::{self, Found};
@@ -25,12 +23,7 @@ pub enum Next {
 }
 
 /// `delay` is the one before the last start, if that was a restart.
-pub fn decide(
-    spec: &request::Entrypoint,
-    end: &ProcessEnd,
-    ran_for: Duration,
-    delay: Option<Duration>,
-) -> Next {
+pub fn decide(spec: &request::Entrypoint, end: &ProcessEnd, ran_for: Duration, delay: Option<Duration>) -> Next {
     let failed = *end != ProcessEnd::Code(0);
     let again = match spec.policy {
         RestartPolicy::Always => true,
@@ -49,18 +42,9 @@ pub fn decide(
 
 #[derive(Debug)]
 enum State {
-    Running {
-        pid: Pid,
-        since: Instant,
-    },
-    Waiting {
-        end: ProcessEnd,
-        delay: Duration,
-        until: Instant,
-    },
-    Exited {
-        end: ProcessEnd,
-    },
+    Running { pid: Pid, since: Instant },
+    Waiting { end: ProcessEnd, delay: Duration, until: Instant },
+    Exited { end: ProcessEnd },
 }
 
 pub struct Entrypoint {
@@ -87,23 +71,12 @@ impl Outlet {
 
 impl Entrypoint {
     /// Starts it for the first time; a failure of that is a failure to configure.
-    pub fn start(
-        spec: request::Entrypoint,
-        workspace: &Workspace,
-        now: Instant,
-    ) -> Result<Self, StartFailure> {
+    pub fn start(spec: request::Entrypoint, workspace: &Workspace, now: Instant) -> Result<Self, StartFailure> {
         let outlet = || Outlet::new().map_err(|error| no_pipe(&error));
         let (stdout, stderr) = (outlet()?, outlet()?);
         let pid = run(&spec, workspace, &stdout, &stderr)?;
         let state = State::Running { pid, since: now };
-        Ok(Self {
-            spec,
-            state,
-            restarts: 0,
-            delay: None,
-            stdout,
-            stderr,
-        })
+        Ok(Self { spec, state, restarts: 0, delay: None, stdout, stderr })
     }
 
     pub const fn spec(&self) -> &request::Entrypoint {
@@ -152,37 +125,25 @@ impl Entrypoint {
 
     pub fn message(&self) -> v1::EntrypointState {
         let kind = match &self.state {
-            State::Running { pid, .. } => Kind::Running(v1::EntrypointRunning {
-                pid: pid.as_raw_nonzero().get().cast_unsigned(),
-            }),
-            State::Exited { end } => Kind::Exited(v1::EntrypointExited {
-                status: Some(end.clone().into()),
-            }),
+            State::Running { pid, .. } => {
+                Kind::Running(v1::EntrypointRunning { pid: pid.as_raw_nonzero().get().cast_unsigned() })
+            }
+            State::Exited { end } => Kind::Exited(v1::EntrypointExited { status: Some(end.clone().into()) }),
             State::Waiting { end, delay, .. } => Kind::Restarting(v1::EntrypointRestarting {
                 status: Some(end.clone().into()),
                 delay_millis: u32::try_from(delay.as_millis()).unwrap_or(u32::MAX),
             }),
         };
-        v1::EntrypointState {
-            kind: Some(kind),
-            restarts: self.restarts,
-        }
+        v1::EntrypointState { kind: Some(kind), restarts: self.restarts }
     }
 
     pub const fn outputs(&self) -> [(Output, &OwnedFd); 2] {
-        [
-            (Output::Stdout, &self.stdout.reader),
-            (Output::Stderr, &self.stderr.reader),
-        ]
+        [(Output::Stdout, &self.stdout.reader), (Output::Stderr, &self.stderr.reader)]
     }
 
     /// Reads what it said, at most `limit` bytes.
     pub fn read(&self, output: Output, limit: usize) -> Option<Vec<u8>> {
-        let outlet = if output == Output::Stderr {
-            &self.stderr
-        } else {
-            &self.stdout
-        };
+        let outlet = if output == Output::Stderr { &self.stderr } else { &self.stdout };
         match pipe::read(&outlet.reader, limit) {
             Found::Data(data) => Some(data),
             // The agent holds a writer itself: there is no end.
@@ -195,11 +156,7 @@ impl Entrypoint {
             Next::Stay => State::Exited { end },
             Next::RestartAfter(delay) => {
                 self.delay = Some(delay);
-                State::Waiting {
-                    end,
-                    delay,
-                    until: now + delay,
-                }
+                State::Waiting { end, delay, until: now + delay }
             }
         };
     }
@@ -212,27 +169,17 @@ fn run(
     stderr: &Outlet,
 ) -> Result<Pid, StartFailure> {
     let writer = |outlet: &Outlet| outlet.writer.try_clone().map_err(|error| no_pipe(&error));
-    let streams = Streams {
-        stdin: Stdio::null(),
-        stdout: writer(stdout)?,
-        stderr: writer(stderr)?,
-    };
+    let streams = Streams { stdin: Stdio::null(), stdout: writer(stdout)?, stderr: writer(stderr)? };
     spawn(workspace, &spec.process, &[], streams)
 }
 
 fn no_pipe(error: &io::Error) -> StartFailure {
-    start_failure(
-        StartFailureReason::Other,
-        format!("failed to make a pipe: {error}"),
-    )
+    start_failure(StartFailureReason::Other, format!("failed to make a pipe: {error}"))
 }
 
 /// The state of a guest that was given no entrypoint.
 pub const fn none() -> v1::EntrypointState {
-    v1::EntrypointState {
-        kind: Some(Kind::None(v1::NoEntrypoint {})),
-        restarts: 0,
-    }
+    v1::EntrypointState { kind: Some(Kind::None(v1::NoEntrypoint {})), restarts: 0 }
 }
 
 #[cfg(test)]
@@ -270,17 +217,8 @@ mod tests {
         let spec = spec(RestartPolicy::Always);
         let mut delays = Vec::new();
         let mut delay = None;
-        for ran_for in [
-            SHORT,
-            SHORT,
-            SHORT,
-            SHORT,
-            SHORT,
-            Duration::from_secs(6),
-            SHORT,
-        ] {
-            let Next::RestartAfter(next) = decide(&spec, &ProcessEnd::Code(0), ran_for, delay)
-            else {
+        for ran_for in [SHORT, SHORT, SHORT, SHORT, SHORT, Duration::from_secs(6), SHORT] {
+            let Next::RestartAfter(next) = decide(&spec, &ProcessEnd::Code(0), ran_for, delay) else {
                 panic!("it restarts")
             };
             delays.push(next.as_secs());

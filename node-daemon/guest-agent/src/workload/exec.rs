@@ -92,12 +92,8 @@ impl Streams {
             ));
         }
         let process = request.process.clone().unwrap_or_default();
-        let broken = |error: std::io::Error| {
-            start_failure(
-                StartFailureReason::Other,
-                format!("failed to make a pipe: {error}"),
-            )
-        };
+        let broken =
+            |error: std::io::Error| start_failure(StartFailureReason::Other, format!("failed to make a pipe: {error}"));
         let (stdout, stdout_writer) = pipe::readable().map_err(broken)?;
         let (stderr, stderr_writer) = pipe::readable().map_err(broken)?;
         let (stdin, stdin_reader) = if request.stdin {
@@ -106,22 +102,10 @@ impl Streams {
         } else {
             (None, Stdio::null())
         };
-        let fds = Fds {
-            stdin: stdin_reader,
-            stdout: stdout_writer,
-            stderr: stderr_writer,
-        };
+        let fds = Fds { stdin: stdin_reader, stdout: stdout_writer, stderr: stderr_writer };
         let pid = spawn(workspace, &process, base, fds)?;
-        let outputs = [
-            Outlet::new(Output::Stdout, stdout),
-            Outlet::new(Output::Stderr, stderr),
-        ];
-        Ok(Stream {
-            pid,
-            stdin,
-            outputs,
-            end: None,
-        })
+        let outputs = [Outlet::new(Output::Stdout, stdout), Outlet::new(Output::Stderr, stderr)];
+        Ok(Stream { pid, stdin, outputs, end: None })
     }
 
     pub fn stdin_data(&mut self, message: &v1::StdinData, connection: &mut GuestConnection) {
@@ -132,10 +116,7 @@ impl Streams {
             return;
         };
         if let Err(overrun) = stdin.window.received(message.data.len()) {
-            eprintln!(
-                "kibo-guest-agent: exec stream {}: {overrun}; the stream is killed",
-                message.stream_id
-            );
+            eprintln!("kibo-guest-agent: exec stream {}: {overrun}; the stream is killed", message.stream_id);
             stream.signal(Signal::KILL);
             return;
         }
@@ -144,20 +125,14 @@ impl Streams {
     }
 
     pub fn stdin_close(&mut self, message: v1::StdinClose) {
-        if let Some(stdin) = self
-            .0
-            .get_mut(&message.stream_id)
-            .and_then(|stream| stream.stdin.as_mut())
-        {
+        if let Some(stdin) = self.0.get_mut(&message.stream_id).and_then(|stream| stream.stdin.as_mut()) {
             stdin.closing = true;
             stdin.close_if_done();
         }
     }
 
     pub fn signal(&self, message: v1::Signal) {
-        let signal = i32::try_from(message.number)
-            .ok()
-            .and_then(Signal::from_named_raw);
+        let signal = i32::try_from(message.number).ok().and_then(Signal::from_named_raw);
         if let (Some(stream), Some(signal)) = (self.0.get(&message.stream_id), signal) {
             stream.signal(signal);
         }
@@ -173,11 +148,7 @@ impl Streams {
 
     /// Takes note of a reaped process. `true` when it was one of these.
     pub fn reaped(&mut self, pid: Pid, end: ProcessEnd, now: Instant) -> bool {
-        let Some(stream) = self
-            .0
-            .values_mut()
-            .find(|stream| stream.pid == pid && stream.end.is_none())
-        else {
+        let Some(stream) = self.0.values_mut().find(|stream| stream.pid == pid && stream.end.is_none()) else {
             return false;
         };
         stream.end = Some(end);
@@ -198,21 +169,11 @@ impl Streams {
     /// What to poll for. Outputs only when `hear` and their window is open.
     pub fn interests(&self, hear: bool) -> impl Iterator<Item = (u32, End, &OwnedFd)> {
         self.0.iter().flat_map(move |(id, stream)| {
-            let stdin = stream
-                .stdin
-                .as_ref()
-                .filter(|stdin| !stdin.queue.is_empty())
-                .and_then(|stdin| stdin.fd.as_ref());
-            let outputs = stream
-                .outputs
-                .iter()
-                .filter(move |outlet| hear && outlet.window.available() > 0);
-            let outputs = outputs
-                .filter_map(|outlet| Some((*id, End::Output(outlet.output), outlet.fd.as_ref()?)));
-            stdin
-                .map(|fd| (*id, End::Stdin, fd))
-                .into_iter()
-                .chain(outputs)
+            let stdin =
+                stream.stdin.as_ref().filter(|stdin| !stdin.queue.is_empty()).and_then(|stdin| stdin.fd.as_ref());
+            let outputs = stream.outputs.iter().filter(move |outlet| hear && outlet.window.available() > 0);
+            let outputs = outputs.filter_map(|outlet| Some((*id, End::Output(outlet.output), outlet.fd.as_ref()?)));
+            stdin.map(|fd| (*id, End::Stdin, fd)).into_iter().chain(outputs)
         })
     }
 
@@ -249,13 +210,7 @@ impl Streams {
             let heard = stream.outputs.iter().all(|outlet| outlet.fd.is_none());
             match stream.end.take_if(|_| heard) {
                 Some(end) => {
-                    send(
-                        connection,
-                        v1::ExecExited {
-                            stream_id: *id,
-                            status: Some(end.into()),
-                        },
-                    );
+                    send(connection, v1::ExecExited { stream_id: *id, status: Some(end.into()) });
                     false
                 }
                 None => true,
@@ -264,30 +219,18 @@ impl Streams {
     }
 
     pub fn deadline(&self) -> Option<Instant> {
-        self.0
-            .values()
-            .flat_map(|stream| &stream.outputs)
-            .filter_map(Outlet::lingers_until)
-            .min()
+        self.0.values().flat_map(|stream| &stream.outputs).filter_map(Outlet::lingers_until).min()
     }
 }
 
 /// Tells the host that nothing was started.
 pub fn refuse(stream_id: u32, failure: StartFailure, connection: &mut GuestConnection) {
-    send(
-        connection,
-        v1::ExecFailed {
-            stream_id,
-            failure: Some(failure),
-        },
-    );
+    send(connection, v1::ExecFailed { stream_id, failure: Some(failure) });
 }
 
 impl Stream {
     fn outlet(&mut self, output: Output) -> Option<&mut Outlet> {
-        self.outputs
-            .iter_mut()
-            .find(|outlet| outlet.output == output)
+        self.outputs.iter_mut().find(|outlet| outlet.output == output)
     }
 
     /// The process leads a group of its own. Never after it was reaped: its number may be another's by then.
@@ -295,10 +238,7 @@ impl Stream {
         if self.end.is_none() {
             match kill_process_group(self.pid, signal) {
                 Ok(()) | Err(Errno::SRCH) => {}
-                Err(errno) => eprintln!(
-                    "kibo-guest-agent: failed to signal process group {:?}: {errno}",
-                    self.pid
-                ),
+                Err(errno) => eprintln!("kibo-guest-agent: failed to signal process group {:?}: {errno}", self.pid),
             }
         }
     }
@@ -306,12 +246,7 @@ impl Stream {
 
 impl Stdin {
     fn new(fd: OwnedFd) -> Self {
-        Self {
-            fd: Some(fd),
-            queue: VecDeque::new(),
-            window: ReceiveWindow::default(),
-            closing: false,
-        }
+        Self { fd: Some(fd), queue: VecDeque::new(), window: ReceiveWindow::default(), closing: false }
     }
 
     /// Writes what the process takes now and grants as much again.
@@ -334,13 +269,7 @@ impl Stdin {
             self.queue.clear();
         }
         if let Some(bytes) = self.window.consumed(written) {
-            send(
-                connection,
-                v1::StdinCredit {
-                    stream_id: id,
-                    bytes,
-                },
-            );
+            send(connection, v1::StdinCredit { stream_id: id, bytes });
         }
         self.close_if_done();
     }
@@ -354,12 +283,7 @@ impl Stdin {
 
 impl Outlet {
     const fn new(output: Output, fd: OwnedFd) -> Self {
-        Self {
-            output,
-            fd: Some(fd),
-            window: SendWindow::initial(),
-            silent_since: None,
-        }
+        Self { output, fd: Some(fd), window: SendWindow::initial(), silent_since: None }
     }
 
     fn read(&mut self, id: u32, now: Instant, connection: &mut GuestConnection) {
@@ -371,14 +295,7 @@ impl Outlet {
             Found::Data(data) => {
                 self.window.sent(data.len());
                 self.silent_since = self.silent_since.map(|_| now);
-                send(
-                    connection,
-                    v1::OutputData {
-                        stream_id: id,
-                        output: self.output.into(),
-                        data,
-                    },
-                );
+                send(connection, v1::OutputData { stream_id: id, output: self.output.into(), data });
             }
             Found::End => self.close(id, connection),
             Found::Nothing => {}
@@ -387,27 +304,17 @@ impl Outlet {
 
     fn close(&mut self, id: u32, connection: &mut GuestConnection) {
         if self.fd.take().is_some() {
-            send(
-                connection,
-                v1::OutputClosed {
-                    stream_id: id,
-                    output: self.output.into(),
-                },
-            );
+            send(connection, v1::OutputClosed { stream_id: id, output: self.output.into() });
         }
     }
 
     /// When an output that stays silent is closed. A host that grants nothing is waited for.
     fn lingers_until(&self) -> Option<Instant> {
         let open = self.fd.is_some() && self.window.available() > 0;
-        self.silent_since
-            .filter(|_| open)
-            .map(|since| since + LINGER)
+        self.silent_since.filter(|_| open).map(|since| since + LINGER)
     }
 }
 
 fn send(connection: &mut GuestConnection, message: impl Into<v1::guest_message::Kind>) {
-    connection
-        .send(message)
-        .expect("stream messages are bounded by MAX_CHUNK");
+    connection.send(message).expect("stream messages are bounded by MAX_CHUNK");
 }

@@ -37,10 +37,7 @@ impl Log {
 
     /// How many bytes can be taken now.
     pub fn room(&self) -> usize {
-        CAPACITY
-            .saturating_sub(self.cost)
-            .saturating_sub(OVERHEAD)
-            .min(MAX_CHUNK)
+        CAPACITY.saturating_sub(self.cost).saturating_sub(OVERHEAD).min(MAX_CHUNK)
     }
 
     /// Takes bytes, no more than there is [`Self::room`] for.
@@ -51,12 +48,7 @@ impl Log {
         self.cost += data.len() + OVERHEAD;
         let offset = self.end;
         self.end += data.len() as u64;
-        self.pieces.push_back(LogData {
-            offset,
-            time_unix_nanos: unix_nanos,
-            output: output.into(),
-            data,
-        });
+        self.pieces.push_back(LogData { offset, time_unix_nanos: unix_nanos, output: output.into(), data });
     }
 
     /// The host has everything before `offset`.
@@ -92,9 +84,7 @@ impl Log {
         if self.next >= self.end || self.next >= self.start + WINDOW {
             return None;
         }
-        let at = self
-            .pieces
-            .partition_point(|piece| piece.offset + piece.data.len() as u64 <= self.next);
+        let at = self.pieces.partition_point(|piece| piece.offset + piece.data.len() as u64 <= self.next);
         let piece = self.pieces.get(at)?.clone();
         self.next = piece.offset + piece.data.len() as u64;
         Some(piece)
@@ -118,18 +108,13 @@ mod tests {
     }
 
     fn sent(log: &mut Log) -> Vec<(u64, Vec<u8>)> {
-        std::iter::from_fn(|| log.next_to_send())
-            .map(|piece| (piece.offset, piece.data))
-            .collect()
+        std::iter::from_fn(|| log.next_to_send()).map(|piece| (piece.offset, piece.data)).collect()
     }
 
     #[test]
     fn pieces_are_sent_once_for_each_connection_until_they_are_acknowledged() {
         let mut log = filled();
-        assert_eq!(
-            sent(&mut log),
-            [(0, b"hello ".to_vec()), (6, b"world".to_vec())]
-        );
+        assert_eq!(sent(&mut log), [(0, b"hello ".to_vec()), (6, b"world".to_vec())]);
         assert_eq!(sent(&mut log), []);
         log.rewind(0);
         assert_eq!(sent(&mut log).len(), 2);

@@ -13,17 +13,11 @@ use rustix::process::WaitStatus;
 
 /// A failure to start a process.
 pub fn start_failure(reason: StartFailureReason, message: impl Into<String>) -> v1::StartFailure {
-    v1::StartFailure {
-        reason: reason.into(),
-        message: message.into(),
-    }
+    v1::StartFailure { reason: reason.into(), message: message.into() }
 }
 
 /// How a reaped process ended.
-#[allow(
-    clippy::cast_sign_loss,
-    reason = "exit codes and signal numbers are not negative"
-)]
+#[allow(clippy::cast_sign_loss, reason = "exit codes and signal numbers are not negative")]
 pub fn end_of(status: WaitStatus) -> ProcessEnd {
     match (status.exit_status(), status.terminating_signal()) {
         (_, Some(signal)) => ProcessEnd::Signal(signal as u32),

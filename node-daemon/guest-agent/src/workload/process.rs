@@ -37,54 +37,27 @@ pub fn spawn(
     Ok(pid)
 }
 
-fn command(
-    workspace: &Workspace,
-    process: &v1::Process,
-    base: &[v1::EnvVar],
-) -> Result<Command, StartFailure> {
+fn command(workspace: &Workspace, process: &v1::Process, base: &[v1::EnvVar]) -> Result<Command, StartFailure> {
     let invalid = |message: String| start_failure(StartFailureReason::Invalid, message);
-    let Some((program, arguments)) = process
-        .argv
-        .split_first()
-        .filter(|(program, _)| !program.is_empty())
-    else {
+    let Some((program, arguments)) = process.argv.split_first().filter(|(program, _)| !program.is_empty()) else {
         return Err(invalid("the command is empty".to_owned()));
     };
     if let Some(argument) = process.argv.iter().find(|argument| argument.contains('\0')) {
-        return Err(invalid(format!(
-            "the argument {argument:?} has a zero byte in it"
-        )));
+        return Err(invalid(format!("the argument {argument:?} has a zero byte in it")));
     }
-    let user = user::resolve(&workspace.root, &process.user)
-        .map_err(|error| invalid(error.to_string()))?;
-    let cwd = if process.cwd.is_empty() {
-        "/"
-    } else {
-        &process.cwd
-    };
+    let user = user::resolve(&workspace.root, &process.user).map_err(|error| invalid(error.to_string()))?;
+    let cwd = if process.cwd.is_empty() { "/" } else { &process.cwd };
     check_directory(&workspace.root, cwd)?;
     let mut command = Command::new(program);
     command.args(arguments).env_clear();
-    command.envs([
-        ("PATH", PATH),
-        ("HOME", &user.home),
-        ("USER", &user.name),
-        ("TERM", "xterm"),
-    ]);
+    command.envs([("PATH", PATH), ("HOME", &user.home), ("USER", &user.name), ("TERM", "xterm")]);
     for variable in base.iter().chain(&process.env) {
-        if variable.name.is_empty()
-            || variable.name.contains(['=', '\0'])
-            || variable.value.contains('\0')
-        {
-            return Err(invalid(format!(
-                "{:?} cannot be the name of an environment variable",
-                variable.name
-            )));
+        if variable.name.is_empty() || variable.name.contains(['=', '\0']) || variable.value.contains('\0') {
+            return Err(invalid(format!("{:?} cannot be the name of an environment variable", variable.name)));
         }
         command.env(&variable.name, &variable.value);
     }
-    let cwd = CString::new(cwd)
-        .map_err(|_| invalid(format!("the directory {cwd:?} has a zero byte in it")))?;
+    let cwd = CString::new(cwd).map_err(|_| invalid(format!("the directory {cwd:?} has a zero byte in it")))?;
     enter_before_exec(&mut command, &workspace.namespace, cwd, &user);
     Ok(command)
 }
@@ -108,10 +81,7 @@ fn enter_before_exec(command: &mut Command, namespace: &OwnedFd, cwd: CString, u
         rustix::process::chdir(cwd.as_c_str())?;
         Ok(())
     };
-    #[allow(
-        unsafe_code,
-        reason = "nothing but pre_exec runs between fork and exec"
-    )]
+    #[allow(unsafe_code, reason = "nothing but pre_exec runs between fork and exec")]
     // SAFETY: only system calls, no allocation and no lock: safe after a fork of a process with threads.
     unsafe {
         command.pre_exec(enter);
@@ -119,14 +89,10 @@ fn enter_before_exec(command: &mut Command, namespace: &OwnedFd, cwd: CString, u
 }
 
 fn start(mut command: Command, streams: Streams) -> std::io::Result<Pid> {
-    command
-        .stdin(streams.stdin)
-        .stdout(streams.stdout)
-        .stderr(streams.stderr);
+    command.stdin(streams.stdin).stdout(streams.stdout).stderr(streams.stderr);
     // The handle is dropped: the loop reaps by pid.
     let child = command.spawn()?;
-    Pid::from_raw(child.id().cast_signed())
-        .ok_or_else(|| std::io::Error::other("a process without a pid"))
+    Pid::from_raw(child.id().cast_signed()).ok_or_else(|| std::io::Error::other("a process without a pid"))
 }
 
 /// A missing directory and a missing program are the same error to exec; look first.
@@ -136,37 +102,19 @@ fn check_directory(root: &OwnedFd, cwd: &str) -> Result<(), StartFailure> {
         return Err(invalid(format!("the directory {cwd:?} is not absolute")));
     }
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    openat2(
-        root.as_fd(),
-        cwd,
-        flags,
-        Mode::empty(),
-        ResolveFlags::IN_ROOT,
-    )
-    .map(drop)
-    .map_err(|errno| invalid(format!("the directory {cwd} cannot be entered: {errno}")))
+    openat2(root.as_fd(), cwd, flags, Mode::empty(), ResolveFlags::IN_ROOT)
+        .map(drop)
+        .map_err(|errno| invalid(format!("the directory {cwd} cannot be entered: {errno}")))
 }
 
 fn explain(error: &std::io::Error, process: &v1::Process) -> StartFailure {
     let program = process.argv.first().map_or("", String::as_str);
     let errno = Errno::from_io_error(error);
     let (reason, what) = match errno {
-        Some(Errno::NOENT) => (
-            StartFailureReason::NotFound,
-            "no such program in the workspace".to_owned(),
-        ),
-        Some(Errno::ACCESS) => (
-            StartFailureReason::PermissionDenied,
-            "permission denied".to_owned(),
-        ),
-        Some(Errno::NOEXEC) => (
-            StartFailureReason::Invalid,
-            "it is no program that this kernel runs".to_owned(),
-        ),
-        Some(Errno::TOOBIG) => (
-            StartFailureReason::Invalid,
-            "its arguments and environment are too long".to_owned(),
-        ),
+        Some(Errno::NOENT) => (StartFailureReason::NotFound, "no such program in the workspace".to_owned()),
+        Some(Errno::ACCESS) => (StartFailureReason::PermissionDenied, "permission denied".to_owned()),
+        Some(Errno::NOEXEC) => (StartFailureReason::Invalid, "it is no program that this kernel runs".to_owned()),
+        Some(Errno::TOOBIG) => (StartFailureReason::Invalid, "its arguments and environment are too long".to_owned()),
         _ => (StartFailureReason::Other, error.to_string()),
     };
     start_failure(reason, format!("failed to start {program:?}: {what}"))

@@ -28,11 +28,7 @@ pub enum Error {
 
 /// `spec` is "name", "uid", "name:group" or "uid:gid"; empty is root.
 pub fn resolve(root: &OwnedFd, spec: &str) -> Result<User, Error> {
-    find(
-        spec,
-        &read_in(root, "etc/passwd"),
-        &read_in(root, "etc/group"),
-    )
+    find(spec, &read_in(root, "etc/passwd"), &read_in(root, "etc/group"))
 }
 
 /// A file of the Workspace, never one that a link leads to outside of it. Unreadable counts as empty.
@@ -41,17 +37,13 @@ fn read_in(root: &OwnedFd, path: &str) -> String {
     let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
     let mut content = Vec::new();
     if let Ok(file) = openat2(root.as_fd(), path, flags, Mode::empty(), resolve) {
-        let _ = std::fs::File::from(file)
-            .take(MAX_FILE)
-            .read_to_end(&mut content);
+        let _ = std::fs::File::from(file).take(MAX_FILE).read_to_end(&mut content);
     }
     String::from_utf8_lossy(&content).into_owned()
 }
 
 fn find(spec: &str, passwd: &str, group: &str) -> Result<User, Error> {
-    let (who, of) = spec
-        .split_once(':')
-        .map_or((spec, None), |(who, of)| (who, Some(of)));
+    let (who, of) = spec.split_once(':').map_or((spec, None), |(who, of)| (who, Some(of)));
     let who = if who.is_empty() { "0" } else { who };
     let number: Option<u32> = who.parse().ok();
     let entry = passwd
@@ -59,25 +51,14 @@ fn find(spec: &str, passwd: &str, group: &str) -> Result<User, Error> {
         .filter_map(Account::parse)
         .find(|account| number.map_or(account.name == who, |uid| account.uid == uid));
     let (name, uid, own_gid, home) = match (entry, number) {
-        (Some(account), _) => (
-            account.name.to_owned(),
-            account.uid,
-            account.gid,
-            account.home.to_owned(),
-        ),
+        (Some(account), _) => (account.name.to_owned(), account.uid, account.gid, account.home.to_owned()),
         (None, Some(0)) => ("root".to_owned(), 0, 0, "/root".to_owned()),
         (None, Some(uid)) => (uid.to_string(), uid, uid, "/".to_owned()),
         (None, None) => return Err(Error::NoUser(who.to_owned())),
     };
     let gid = of.map_or(Ok(own_gid), |of| gid_of(of, group))?;
     let groups = memberships(&name, group);
-    Ok(User {
-        name,
-        uid,
-        gid,
-        groups,
-        home,
-    })
+    Ok(User { name, uid, gid, groups, home })
 }
 
 struct Account<'a> {
@@ -94,12 +75,7 @@ impl<'a> Account<'a> {
             return None;
         };
         let home = if home.is_empty() { "/" } else { home };
-        Some(Self {
-            name,
-            uid: uid.parse().ok()?,
-            gid: gid.parse().ok()?,
-            home,
-        })
+        Some(Self { name, uid: uid.parse().ok()?, gid: gid.parse().ok()?, home })
     }
 }
 
@@ -107,12 +83,7 @@ impl<'a> Account<'a> {
 fn groups(group: &str) -> impl Iterator<Item = (&str, u32, &str)> {
     group.lines().filter_map(|line| {
         let mut fields = line.split(':');
-        let (name, _, gid, members) = (
-            fields.next()?,
-            fields.next()?,
-            fields.next()?,
-            fields.next().unwrap_or(""),
-        );
+        let (name, _, gid, members) = (fields.next()?, fields.next()?, fields.next()?, fields.next().unwrap_or(""));
         Some((name, gid.parse().ok()?, members))
     })
 }
@@ -120,11 +91,7 @@ fn groups(group: &str) -> impl Iterator<Item = (&str, u32, &str)> {
 fn gid_of(name: &str, group: &str) -> Result<u32, Error> {
     name.parse()
         .ok()
-        .or_else(|| {
-            groups(group)
-                .find(|(of, ..)| *of == name)
-                .map(|(_, gid, _)| gid)
-        })
+        .or_else(|| groups(group).find(|(of, ..)| *of == name).map(|(_, gid, _)| gid))
         .ok_or_else(|| Error::NoGroup(name.to_owned()))
 }
 
@@ -139,18 +106,11 @@ fn memberships(user: &str, group: &str) -> Vec<u32> {
 mod tests {
     use super::*;
 
-    const PASSWD: &str =
-        "root:x:0:0:root:/root:/bin/sh\ndev:x:1000:1001:,,,:/home/dev:/bin/bash\nbroken\n";
+    const PASSWD: &str = "root:x:0:0:root:/root:/bin/sh\ndev:x:1000:1001:,,,:/home/dev:/bin/bash\nbroken\n";
     const GROUP: &str = "root:x:0:\ndev:x:1001:\ndocker:x:999:ann,dev\n";
 
     fn user(name: &str, uid: u32, gid: u32, groups: &[u32], home: &str) -> User {
-        User {
-            name: name.to_owned(),
-            uid,
-            gid,
-            groups: groups.to_vec(),
-            home: home.to_owned(),
-        }
+        User { name: name.to_owned(), uid, gid, groups: groups.to_vec(), home: home.to_owned() }
     }
 
     #[test]
@@ -159,10 +119,7 @@ mod tests {
             ("", Ok(user("root", 0, 0, &[], "/root"))),
             ("dev", Ok(user("dev", 1000, 1001, &[999], "/home/dev"))),
             ("1000", Ok(user("dev", 1000, 1001, &[999], "/home/dev"))),
-            (
-                "dev:docker",
-                Ok(user("dev", 1000, 999, &[999], "/home/dev")),
-            ),
+            ("dev:docker", Ok(user("dev", 1000, 999, &[999], "/home/dev"))),
             ("4711", Ok(user("4711", 4711, 4711, &[], "/"))),
             ("4711:12", Ok(user("4711", 4711, 12, &[], "/"))),
             ("nobody", Err(Error::NoUser("nobody".to_owned()))),

@@ -10,21 +10,14 @@ use kibo_guest_protocol::{HostConnection, HostEvent, Nonce};
 use crate::machine::{Machine, configure, entrypoint, shell, unix_nanos};
 
 fn is_ready(machine: &Machine) -> bool {
-    let state = machine
-        .hello
-        .state
-        .as_ref()
-        .and_then(|state| state.kind.as_ref());
+    let state = machine.hello.state.as_ref().and_then(|state| state.kind.as_ref());
     matches!(state, Some(guest_state::Kind::Ready(ready)) if ready.instance_id == "inst-1")
 }
 
 #[test]
 fn a_daemon_that_comes_back_finds_the_same_guest() {
     let script = entrypoint("echo up; exec sleep 1000", v1::RestartPolicy::Never);
-    let mut machine = Machine::ready(v1::Configure {
-        entrypoint: Some(script),
-        ..configure()
-    });
+    let mut machine = Machine::ready(v1::Configure { entrypoint: Some(script), ..configure() });
     let boot_id = machine.hello.boot_id.clone();
     let process = machine.out("grep -slx sleep /proc/[0-9]*/comm");
     for pause in [0, 50, 3000] {
@@ -33,11 +26,7 @@ fn a_daemon_that_comes_back_finds_the_same_guest() {
         machine.reconnect(0);
         assert!(is_ready(&machine), "{:?}", machine.hello);
         assert_eq!(machine.hello.boot_id, boot_id);
-        assert_eq!(
-            machine.out("grep -slx sleep /proc/[0-9]*/comm"),
-            process,
-            "the entrypoint went on"
-        );
+        assert_eq!(machine.out("grep -slx sleep /proc/[0-9]*/comm"), process, "the entrypoint went on");
     }
 }
 
@@ -46,12 +35,11 @@ fn a_reply_in_flight_reaches_nobody_else_and_its_process_dies() {
     let mut machine = Machine::ready(configure());
     for _ in 0..5 {
         machine.exec(shell("exec yes one-of-the-old-connection"), false);
-        machine.wait_for("output", |event| {
-            matches!(event, HostEvent::Output { .. }).then_some(())
-        });
+        machine.wait_for("output", |event| matches!(event, HostEvent::Output { .. }).then_some(()));
         machine.reconnect(0);
         assert_eq!(machine.out("echo new"), "new\n");
-        let gone = "for i in $(seq 100); do grep -qx yes /proc/[0-9]*/comm || exit 0; sleep 0.1; done; echo still there";
+        let gone =
+            "for i in $(seq 100); do grep -qx yes /proc/[0-9]*/comm || exit 0; sleep 0.1; done; echo still there";
         assert_eq!(machine.out(gone), "");
     }
 }
@@ -62,14 +50,9 @@ fn half_a_frame_of_a_dead_daemon_is_forgotten() {
     for part in [1, 10, 100] {
         let mut dying = HostConnection::open(Nonce::new(rand::random()), 0);
         let hello = dying.outgoing().len();
-        dying
-            .exec(shell(&"x".repeat(1000)), false)
-            .expect("short enough");
+        dying.exec(shell(&"x".repeat(1000)), false).expect("short enough");
         let bytes = dying.outgoing()[..hello + part].to_vec();
-        machine
-            .raw_port()
-            .write_all(&bytes)
-            .expect("the port takes it");
+        machine.raw_port().write_all(&bytes).expect("the port takes it");
         machine.reconnect(0);
         assert_eq!(machine.out("echo new"), "new\n");
     }
@@ -78,17 +61,9 @@ fn half_a_frame_of_a_dead_daemon_is_forgotten() {
 #[test]
 fn garbage_from_the_host_changes_nothing() {
     let mut machine = Machine::ready(configure());
-    let garbage: Vec<u8> = (0..3_000_000u32)
-        .map(|index| (index.wrapping_mul(2_654_435_761) >> 24) as u8)
-        .collect();
-    machine
-        .raw_port()
-        .write_all(&garbage)
-        .expect("the port takes it");
-    machine
-        .raw_port()
-        .write_all(&vec![7; 1_000_000])
-        .expect("the port takes it");
+    let garbage: Vec<u8> = (0..3_000_000u32).map(|index| (index.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    machine.raw_port().write_all(&garbage).expect("the port takes it");
+    machine.raw_port().write_all(&vec![7; 1_000_000]).expect("the port takes it");
     machine.reconnect(0);
     assert!(is_ready(&machine));
     assert_eq!(machine.out("echo new"), "new\n");
@@ -100,10 +75,7 @@ fn configuring_again_is_idempotent_for_the_same_instance_and_refused_for_another
     assert_eq!(machine.try_configure(configure()), None);
     machine.reconnect(0);
     assert_eq!(machine.try_configure(configure()), None);
-    let other = v1::Configure {
-        instance_id: "inst-2".to_owned(),
-        ..configure()
-    };
+    let other = v1::Configure { instance_id: "inst-2".to_owned(), ..configure() };
     let failure = machine.try_configure(other).expect("refused");
     assert_eq!(failure.stage(), v1::ConfigureStage::Request);
     assert!(failure.message.contains("inst-1"), "{}", failure.message);
@@ -120,10 +92,7 @@ fn a_guest_answers_pings_with_its_time_and_costs_next_to_nothing_while_idle() {
     });
     assert_eq!(pong.id, 42);
     let off = Duration::from_nanos(pong.time_unix_nanos.abs_diff(unix_nanos()));
-    assert!(
-        off < Duration::from_secs(2),
-        "the guest's clock is off by {off:?}"
-    );
+    assert!(off < Duration::from_secs(2), "the guest's clock is off by {off:?}");
     for connected in [true, false] {
         if !connected {
             machine.hang_up();
@@ -133,9 +102,6 @@ fn a_guest_answers_pings_with_its_time_and_costs_next_to_nothing_while_idle() {
         sleep(Duration::from_secs(5));
         let used = machine.cpu_time().checked_sub(before).unwrap();
         println!("idle, connected: {connected}: {used:?} CPU in 5 s");
-        assert!(
-            used < Duration::from_millis(250),
-            "{used:?} in 5 s, connected: {connected}"
-        );
+        assert!(used < Duration::from_millis(250), "{used:?} in 5 s, connected: {connected}");
     }
 }

@@ -12,51 +12,27 @@ fn exec_carries_streams_status_and_environment() {
     let mut machine = Machine::ready(configure());
 
     let ran = machine.sh("echo out; echo err >&2; exit 3");
-    assert_eq!(
-        (ran.end, ran.stdout.as_str(), ran.stderr.as_str()),
-        (ProcessEnd::Code(3), "out\n", "err\n")
-    );
+    assert_eq!((ran.end, ran.stdout.as_str(), ran.stderr.as_str()), (ProcessEnd::Code(3), "out\n", "err\n"));
 
     let ran = machine.run(shell("cat; echo end"), Some(b"typed in"));
-    assert_eq!(
-        (ran.end, ran.stdout.as_str()),
-        (ProcessEnd::Code(0), "typed inend\n")
-    );
+    assert_eq!((ran.end, ran.stdout.as_str()), (ProcessEnd::Code(0), "typed inend\n"));
 
     assert_eq!(machine.sh("kill -SEGV $$").end, ProcessEnd::Signal(11));
-    assert_eq!(
-        machine.out("cat /dev/stdin; echo $HOME $USER $TERM; pwd"),
-        "/root root xterm\n/\n"
-    );
+    assert_eq!(machine.out("cat /dev/stdin; echo $HOME $USER $TERM; pwd"), "/root root xterm\n/\n");
 
     let mut process = shell("echo $GREETING; pwd; id -u; id -g; echo $HOME");
-    process.env = vec![v1::EnvVar {
-        name: "GREETING".to_owned(),
-        value: "a b=c".to_owned(),
-    }];
+    process.env = vec![v1::EnvVar { name: "GREETING".to_owned(), value: "a b=c".to_owned() }];
     process.cwd = "/usr/lib".to_owned();
     process.user = "daemon".to_owned();
-    assert_eq!(
-        machine.run(process, None).stdout,
-        "a b=c\n/usr/lib\n1\n1\n/usr/sbin\n"
-    );
+    assert_eq!(machine.run(process, None).stdout, "a b=c\n/usr/lib\n1\n1\n/usr/sbin\n");
 }
 
 #[test]
 fn what_cannot_be_started_says_why() {
     let mut machine = Machine::ready(configure());
-    let program = |name: &str| v1::Process {
-        argv: vec![name.to_owned()],
-        ..v1::Process::default()
-    };
-    let somewhere = |cwd: &str| v1::Process {
-        cwd: cwd.to_owned(),
-        ..shell("true")
-    };
-    let somebody = |user: &str| v1::Process {
-        user: user.to_owned(),
-        ..shell("true")
-    };
+    let program = |name: &str| v1::Process { argv: vec![name.to_owned()], ..v1::Process::default() };
+    let somewhere = |cwd: &str| v1::Process { cwd: cwd.to_owned(), ..shell("true") };
+    let somebody = |user: &str| v1::Process { user: user.to_owned(), ..shell("true") };
     let cases = [
         (program("no-such-program"), StartFailureReason::NotFound),
         (program("/etc/passwd"), StartFailureReason::PermissionDenied),
@@ -68,9 +44,7 @@ fn what_cannot_be_started_says_why() {
     ];
     for (process, reason) in cases {
         let what = format!("{process:?}");
-        let ProcessEnd::NotStarted(failure) = machine.run(process, None).end else {
-            panic!("{what} was started")
-        };
+        let ProcessEnd::NotStarted(failure) = machine.run(process, None).end else { panic!("{what} was started") };
         assert_eq!(failure.reason(), reason, "{what}: {}", failure.message);
     }
 }
@@ -78,9 +52,7 @@ fn what_cannot_be_started_says_why() {
 #[test]
 fn an_unconfigured_guest_refuses_exec() {
     let mut machine = Machine::fresh();
-    let ProcessEnd::NotStarted(failure) = machine.sh("true").end else {
-        panic!("it was started")
-    };
+    let ProcessEnd::NotStarted(failure) = machine.sh("true").end else { panic!("it was started") };
     assert_eq!(failure.reason(), StartFailureReason::NotReady);
 }
 
@@ -91,19 +63,11 @@ fn a_signal_reaches_the_whole_group() {
         shell("trap 'echo caught; exit 7' TERM; sleep 1000 & until grep -qx sleep /proc/$!/comm; do :; done; echo ready; wait"),
         false,
     );
-    machine.wait_for("ready", |event| {
-        matches!(event, HostEvent::Output { .. }).then_some(())
-    });
+    machine.wait_for("ready", |event| matches!(event, HostEvent::Output { .. }).then_some(()));
     machine.connection().signal(stream, 15);
     let ran = machine.collect(stream, b"");
-    assert_eq!(
-        (ran.end, ran.stdout.as_str()),
-        (ProcessEnd::Code(7), "caught\n")
-    );
-    assert_eq!(
-        machine.out("grep -slx sleep /proc/[0-9]*/comm || echo none"),
-        "none\n"
-    );
+    assert_eq!((ran.end, ran.stdout.as_str()), (ProcessEnd::Code(7), "caught\n"));
+    assert_eq!(machine.out("grep -slx sleep /proc/[0-9]*/comm || echo none"), "none\n");
 }
 
 #[test]
@@ -111,10 +75,7 @@ fn a_child_that_keeps_the_output_open_does_not_keep_the_exec() {
     let mut machine = Machine::ready(configure());
     let started = Instant::now();
     let ran = machine.sh("echo before; sleep 30 & ");
-    assert_eq!(
-        (ran.end, ran.stdout.as_str()),
-        (ProcessEnd::Code(0), "before\n")
-    );
+    assert_eq!((ran.end, ran.stdout.as_str()), (ProcessEnd::Code(0), "before\n"));
     assert!(started.elapsed().as_secs() < 20, "it waited for the child");
 }
 
@@ -131,9 +92,7 @@ fn a_slow_reader_stops_its_own_writer_and_nobody_else() {
     }
     assert_eq!(machine.out("echo still here"), "still here\n");
     machine.connection().consumed(greedy, Output::Stdout, heard);
-    machine.wait_for("more output", |event| {
-        matches!(event, HostEvent::Output { .. }).then_some(())
-    });
+    machine.wait_for("more output", |event| matches!(event, HostEvent::Output { .. }).then_some(()));
     machine.connection().abandon(greedy);
     let end = machine.wait_for("its end", |event| match event {
         HostEvent::ExecEnded { end, .. } => Some(end),
@@ -145,9 +104,7 @@ fn a_slow_reader_stops_its_own_writer_and_nobody_else() {
 #[test]
 fn megabytes_arrive_unchanged_in_both_directions() {
     let mut machine = Machine::ready(configure());
-    let text: String = (0..200_000)
-        .flat_map(|line| ["line ".to_owned(), line.to_string(), "\n".to_owned()])
-        .collect();
+    let text: String = (0..200_000).flat_map(|line| ["line ".to_owned(), line.to_string(), "\n".to_owned()]).collect();
     let ran = machine.run(shell("tee /dev/stderr"), Some(text.as_bytes()));
     assert_eq!(ran.end, ProcessEnd::Code(0));
     assert!(
@@ -162,9 +119,7 @@ fn megabytes_arrive_unchanged_in_both_directions() {
 #[test]
 fn many_execs_at_once_and_orphans_leave_no_zombie() {
     let mut machine = Machine::ready(configure());
-    let streams: Vec<_> = (0..40)
-        .map(|_| machine.exec(shell("(sleep 0.1 &) ; echo x"), false))
-        .collect();
+    let streams: Vec<_> = (0..40).map(|_| machine.exec(shell("(sleep 0.1 &) ; echo x"), false)).collect();
     for stream in streams {
         assert_eq!(machine.collect(stream, b"").end, ProcessEnd::Code(0));
     }
@@ -177,18 +132,10 @@ fn exec_sees_what_the_entrypoint_sees_and_not_the_initramfs() {
     let script = "mount -t tmpfs none /mnt && touch /mnt/mounted && echo done; exec sleep 1000";
     let mut given = entrypoint(script, v1::RestartPolicy::Never);
     let process = given.process.as_mut().expect("given");
-    process.env = vec![v1::EnvVar {
-        name: "FROM".to_owned(),
-        value: "entrypoint".to_owned(),
-    }];
+    process.env = vec![v1::EnvVar { name: "FROM".to_owned(), value: "entrypoint".to_owned() }];
     process.cwd = "/srv".to_owned();
-    let mut machine = Machine::ready(v1::Configure {
-        entrypoint: Some(given),
-        ..configure()
-    });
-    machine.wait_for("its word", |event| {
-        matches!(event, HostEvent::Log(_)).then_some(())
-    });
+    let mut machine = Machine::ready(v1::Configure { entrypoint: Some(given), ..configure() });
+    machine.wait_for("its word", |event| matches!(event, HostEvent::Log(_)).then_some(()));
     assert_eq!(
         machine.out("ls /mnt; echo $FROM; pwd; ls /init /modules 2>/dev/null || true"),
         "mounted\nentrypoint\n/srv\n"

@@ -80,9 +80,7 @@ impl Disks {
 }
 
 pub fn format_ext4(path: &Path) {
-    File::create(path)
-        .and_then(|file| file.set_len(64 << 20))
-        .expect("a sparse file");
+    File::create(path).and_then(|file| file.set_len(64 << 20)).expect("a sparse file");
     let options = "lazy_itable_init=1,lazy_journal_init=1,nodiscard";
     let status = Command::new("mkfs.ext4")
         .args(["-q", "-F", "-b", "4096", "-m", "0", "-E", options])
@@ -94,9 +92,7 @@ pub fn format_ext4(path: &Path) {
 
 /// The host's clock.
 pub fn unix_nanos() -> u64 {
-    let now = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .expect("after 1970");
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");
     u64::try_from(now.as_nanos()).expect("before 2554")
 }
 
@@ -109,13 +105,8 @@ pub fn configure() -> v1::Configure {
         entropy: rand::random::<[u8; ENTROPY_LEN]>().to_vec(),
         hostname: "demo".to_owned(),
         network: None,
-        root_image: Some(v1::RootImage {
-            serial: "root".to_owned(),
-            fs_type: "erofs".to_owned(),
-        }),
-        writable_layer: Some(v1::WritableLayer {
-            serial: "rw".to_owned(),
-        }),
+        root_image: Some(v1::RootImage { serial: "root".to_owned(), fs_type: "erofs".to_owned() }),
+        writable_layer: Some(v1::WritableLayer { serial: "rw".to_owned() }),
         volumes: vec![v1::Volume {
             serial: "vol0".to_owned(),
             mount_path: "/data".to_owned(),
@@ -136,10 +127,7 @@ pub fn entrypoint(script: &str, policy: v1::RestartPolicy) -> v1::Entrypoint {
 }
 
 pub fn shell(script: &str) -> v1::Process {
-    v1::Process {
-        argv: ["sh", "-c", script].map(str::to_owned).to_vec(),
-        ..v1::Process::default()
-    }
+    v1::Process { argv: ["sh", "-c", script].map(str::to_owned).to_vec(), ..v1::Process::default() }
 }
 
 impl Machine {
@@ -192,8 +180,7 @@ impl Machine {
                 Err(_) => sleep(Duration::from_millis(5)),
             }
         };
-        port.set_read_timeout(Some(Duration::from_millis(20)))
-            .expect("a timeout");
+        port.set_read_timeout(Some(Duration::from_millis(20))).expect("a timeout");
         self.port = Some(port);
         self.backlog.clear();
         self.connection = HostConnection::open(Nonce::new(rand::random()), log_offset);
@@ -224,9 +211,7 @@ impl Machine {
     pub fn flush(&mut self) {
         while !self.connection.outgoing().is_empty() {
             let port = self.port.as_mut().expect("connected");
-            let len = port
-                .write(self.connection.outgoing())
-                .expect("the port takes it");
+            let len = port.write(self.connection.outgoing()).expect("the port takes it");
             self.connection.written(len);
         }
     }
@@ -236,10 +221,7 @@ impl Machine {
         self.flush();
         let mut buffer = vec![0; 64 * 1024];
         match self.port.as_mut().expect("connected").read(&mut buffer) {
-            Ok(len) => self
-                .connection
-                .receive(&buffer[..len])
-                .expect("an honest guest"),
+            Ok(len) => self.connection.receive(&buffer[..len]).expect("an honest guest"),
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
             Err(error) => panic!("the port is gone: {error}; console:\n{}", self.console()),
         }
@@ -262,11 +244,7 @@ impl Machine {
                     None => self.backlog.push_back(event),
                 }
             }
-            assert!(
-                Instant::now() < deadline,
-                "{what} did not come; console:\n{}",
-                self.console()
-            );
+            assert!(Instant::now() < deadline, "{what} did not come; console:\n{}", self.console());
             self.pump();
         }
     }
@@ -278,10 +256,7 @@ impl Machine {
     }
 
     pub fn try_configure(&mut self, configure: v1::Configure) -> Option<v1::Failure> {
-        self.send(v1::Configure {
-            time_unix_nanos: unix_nanos(),
-            ..configure
-        });
+        self.send(v1::Configure { time_unix_nanos: unix_nanos(), ..configure });
         self.wait_for("the result of configuring", |event| match event {
             HostEvent::ConfigureResult(result) => Some(result.failure),
             _ => None,
@@ -307,11 +282,7 @@ impl Machine {
     /// Runs a script that must succeed; its standard output.
     pub fn out(&mut self, script: &str) -> String {
         let ran = self.sh(script);
-        assert_eq!(
-            (&ran.end, ran.stderr.as_str()),
-            (&ProcessEnd::Code(0), ""),
-            "{script}"
-        );
+        assert_eq!((&ran.end, ran.stderr.as_str()), (&ProcessEnd::Code(0), ""), "{script}");
         ran.stdout
     }
 
@@ -332,21 +303,11 @@ impl Machine {
             match event {
                 HostEvent::Output { output, data, .. } => {
                     self.connection.consumed(stream, output, data.len());
-                    if output == Output::Stderr {
-                        &mut stderr
-                    } else {
-                        &mut stdout
-                    }
-                    .extend(data);
+                    if output == Output::Stderr { &mut stderr } else { &mut stdout }.extend(data);
                 }
                 HostEvent::ExecEnded { end, .. } => {
-                    let [stdout, stderr] =
-                        [stdout, stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-                    return Ran {
-                        end,
-                        stdout,
-                        stderr,
-                    };
+                    let [stdout, stderr] = [stdout, stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+                    return Ran { end, stdout, stderr };
                 }
                 _ => {}
             }
@@ -364,9 +325,7 @@ impl Machine {
     pub fn shut_down(&mut self, grace: Duration) {
         let grace_millis = u32::try_from(grace.as_millis()).expect("short");
         self.send(v1::Shutdown { grace_millis });
-        self.wait_for("the word of the shutdown", |event| {
-            (event == HostEvent::ShuttingDown).then_some(())
-        });
+        self.wait_for("the word of the shutdown", |event| (event == HostEvent::ShuttingDown).then_some(()));
     }
 
     /// Shuts down and gives the directory with the disks back, for another boot.
@@ -374,10 +333,14 @@ impl Machine {
         self.shut_down(Duration::from_secs(5));
         let status = self.wait_for_exit();
         assert!(status.success(), "{status}; console:\n{}", self.console());
-        std::mem::replace(
-            &mut self.directory,
-            tempfile::tempdir().expect("a directory"),
-        )
+        std::mem::replace(&mut self.directory, tempfile::tempdir().expect("a directory"))
+    }
+
+    /// Kills QEMU as it is and gives the directory with the disks back.
+    pub fn kill(mut self) -> TempDir {
+        self.qemu.kill().expect("our own child");
+        self.qemu.wait().expect("our own child");
+        std::mem::replace(&mut self.directory, tempfile::tempdir().expect("a directory"))
     }
 
     pub fn wait_for_exit(&mut self) -> ExitStatus {
@@ -386,11 +349,7 @@ impl Machine {
             if let Some(status) = self.qemu.try_wait().expect("our own child") {
                 return status;
             }
-            assert!(
-                Instant::now() < deadline,
-                "QEMU goes on; console:\n{}",
-                self.console()
-            );
+            assert!(Instant::now() < deadline, "QEMU goes on; console:\n{}", self.console());
             // Somebody must read, or the guest waits for its last words to be heard.
             if let Some(port) = &mut self.port {
                 let mut buffer = vec![0; 64 * 1024];
@@ -405,16 +364,8 @@ impl Machine {
     /// CPU time that QEMU used so far.
     pub fn cpu_time(&self) -> Duration {
         let stat = fs::read_to_string(format!("/proc/{}/stat", self.qemu.id())).expect("QEMU runs");
-        let fields: Vec<_> = stat
-            .rsplit(')')
-            .next()
-            .expect("a comm")
-            .split_whitespace()
-            .collect();
-        let ticks: u64 = [11, 12]
-            .map(|index: usize| fields[index].parse::<u64>().expect("ticks"))
-            .iter()
-            .sum();
+        let fields: Vec<_> = stat.rsplit(')').next().expect("a comm").split_whitespace().collect();
+        let ticks: u64 = [11, 12].map(|index: usize| fields[index].parse::<u64>().expect("ticks")).iter().sum();
         Duration::from_millis(ticks * 10)
     }
 
@@ -434,71 +385,30 @@ fn start_qemu(directory: &Path, disks: &Disks) -> Child {
     let artifacts = artifacts();
     let mut command = Command::new("qemu-system-x86_64");
     command
-        .args([
-            "-nodefaults",
-            "-no-user-config",
-            "-display",
-            "none",
-            "-no-reboot",
-        ])
-        .args([
-            "-accel",
-            "tcg",
-            "-cpu",
-            "max",
-            "-smp",
-            "1",
-            "-m",
-            "256M",
-            "-machine",
-            "microvm,x-option-roms=off",
-        ])
+        .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
+        .args(["-accel", "tcg", "-cpu", "max", "-smp", "1", "-m", "256M", "-machine", "microvm,x-option-roms=off"])
         .arg("-kernel")
         .arg(artifacts.join("vmlinux"))
         .arg("-initrd")
         .arg(artifacts.join("initrd.lz4"))
         .args(["-append", &command_line()]);
     let console = directory.join("console.log");
-    command.args([
-        "-chardev",
-        &format!("file,id=con,path={}", console.display()),
-        "-serial",
-        "chardev:con",
-    ]);
+    command.args(["-chardev", &format!("file,id=con,path={}", console.display()), "-serial", "chardev:con"]);
     for (serial, image, read_only) in &disks.0 {
         let read_only = if *read_only { "on" } else { "off" };
-        let file = format!(
-            "driver=file,node-name={serial}f,filename={},read-only={read_only}",
-            image.display()
-        );
+        let file = format!("driver=file,node-name={serial}f,filename={},read-only={read_only}", image.display());
         let raw = format!("driver=raw,node-name={serial},file={serial}f,read-only={read_only}");
         let device = format!("virtio-blk-device,id=d{serial},drive={serial},serial={serial}");
         command.args(["-blockdev", &file, "-blockdev", &raw, "-device", &device]);
     }
     let port = directory.join("port.sock");
     command
-        .args([
-            "-device",
-            "virtio-balloon-device,id=bal0,free-page-reporting=on",
-            "-device",
-            "pvpanic",
-        ])
+        .args(["-device", "virtio-balloon-device,id=bal0,free-page-reporting=on", "-device", "pvpanic"])
         .args(["-device", "virtio-serial-device,id=vser0"])
-        .args([
-            "-chardev",
-            &format!("socket,id=vp,path={},server=on,wait=off", port.display()),
-        ])
+        .args(["-chardev", &format!("socket,id=vp,path={},server=on,wait=off", port.display())])
         .args(["-device", "virtserialport,chardev=vp,name=agent.0,id=port0"])
-        .args([
-            "-netdev",
-            "user,id=n0,restrict=on",
-            "-device",
-            "virtio-net-device,netdev=n0,mac=52:54:00:12:34:56",
-        ])
-        .args([
-            "-sandbox",
-            "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
-        ])
+        .args(["-netdev", "user,id=n0,restrict=on", "-device", "virtio-net-device,netdev=n0,mac=52:54:00:12:34:56"])
+        .args(["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"])
         .stdin(Stdio::null());
     command.spawn().expect("qemu-system-x86_64 is installed")
 }

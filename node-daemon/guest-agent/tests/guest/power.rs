@@ -11,41 +11,25 @@ use crate::machine::{Machine, configure, entrypoint};
 
 /// What e2fsck says of an image that nobody has open.
 fn is_clean(image: &Path) -> bool {
-    let output = Command::new("dumpe2fs")
-        .arg("-h")
-        .arg(image)
-        .output()
-        .expect("dumpe2fs is installed");
+    let output = Command::new("dumpe2fs").arg("-h").arg(image).output().expect("dumpe2fs is installed");
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let state = text
-        .lines()
-        .find(|line| line.starts_with("Filesystem state:"))
-        .unwrap_or_default();
-    let recovery = text
-        .lines()
-        .any(|line| line.starts_with("Filesystem features:") && line.contains("needs_recovery"));
+    let state = text.lines().find(|line| line.starts_with("Filesystem state:")).unwrap_or_default();
+    let recovery = text.lines().any(|line| line.starts_with("Filesystem features:") && line.contains("needs_recovery"));
     state.ends_with(" clean") && !recovery
 }
 
 fn assert_clean(directory: &Path) {
     for image in ["layer.raw", "volume.raw"] {
-        assert!(
-            is_clean(&directory.join(image)),
-            "{image} was not unmounted"
-        );
+        assert!(is_clean(&directory.join(image)), "{image} was not unmounted");
     }
 }
 
 #[test]
 fn a_shutdown_lets_the_workload_end_by_itself_and_unmounts() {
     let script = "trap 'echo goodbye; echo goodbye > /data/said; exit 0' TERM; echo up; while true; do sleep 0.1; done";
-    let mut machine = Machine::ready(v1::Configure {
-        entrypoint: Some(entrypoint(script, RestartPolicy::Always)),
-        ..configure()
-    });
-    machine.wait_for("its word", |event| {
-        matches!(event, HostEvent::Log(_)).then_some(())
-    });
+    let mut machine =
+        Machine::ready(v1::Configure { entrypoint: Some(entrypoint(script, RestartPolicy::Always)), ..configure() });
+    machine.wait_for("its word", |event| matches!(event, HostEvent::Log(_)).then_some(()));
     let started = Instant::now();
     machine.shut_down(Duration::from_secs(30));
     let last = machine.wait_for("its last word", |event| match event {
@@ -53,28 +37,19 @@ fn a_shutdown_lets_the_workload_end_by_itself_and_unmounts() {
         _ => None,
     });
     assert_eq!(last.data, b"goodbye\n");
-    machine.send(v1::LogAck {
-        offset: last.offset + last.data.len() as u64,
-    });
+    machine.send(v1::LogAck { offset: last.offset + last.data.len() as u64 });
     assert!(machine.wait_for_exit().success());
     println!("down in {:?}", started.elapsed());
-    assert!(
-        started.elapsed() < Duration::from_secs(15),
-        "the grace was not waited out"
-    );
+    assert!(started.elapsed() < Duration::from_secs(15), "the grace was not waited out");
     assert_clean(machine.directory());
 }
 
 #[test]
 fn what_ignores_the_request_is_killed_after_the_grace() {
     let script = "trap '' TERM; echo up; while true; do echo x >> /data/file; sleep 0.05; done";
-    let mut machine = Machine::ready(v1::Configure {
-        entrypoint: Some(entrypoint(script, RestartPolicy::Always)),
-        ..configure()
-    });
-    machine.wait_for("its word", |event| {
-        matches!(event, HostEvent::Log(_)).then_some(())
-    });
+    let mut machine =
+        Machine::ready(v1::Configure { entrypoint: Some(entrypoint(script, RestartPolicy::Always)), ..configure() });
+    machine.wait_for("its word", |event| matches!(event, HostEvent::Log(_)).then_some(()));
     machine.out("(trap '' TERM; setsid sh -c 'while true; do sleep 0.1; done' >/dev/null 2>&1 &)");
     let started = Instant::now();
     machine.shut_down(Duration::from_secs(1));
