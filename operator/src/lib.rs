@@ -5,6 +5,7 @@
 
 pub mod api;
 pub mod cache;
+pub mod cluster;
 pub mod context;
 pub mod guarded;
 pub mod node;
@@ -14,6 +15,7 @@ pub mod right;
 pub mod session;
 pub mod storage_pool;
 pub mod streams;
+pub mod tls;
 pub mod tombstone;
 pub mod volume;
 pub mod workspace;
