@@ -5,9 +5,11 @@
 
 pub mod api;
 pub mod cache;
+mod clock;
 pub mod cluster;
 pub mod context;
 pub mod guarded;
+pub mod leader;
 pub mod node;
 pub mod placement;
 pub mod queue;
