@@ -5,10 +5,13 @@
 
 pub mod api;
 pub mod cache;
+pub mod cli;
 mod clock;
 pub mod cluster;
 pub mod context;
+pub mod crd_apply;
 pub mod guarded;
+pub mod health;
 pub mod leader;
 pub mod node;
 pub mod placement;

@@ -1,0 +1,90 @@
+//! The command line: what is told to the program, and checked, before anything runs.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+    time::Duration,
+};
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use kibo_crds::Bytes;
+
+/// Reconciles Kibotos resources and speaks with the nodes.
+#[derive(Debug, Parser)]
+#[command(name = "kibo-operator", version)]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Run until SIGTERM
+    Run(Box<Run>),
+    /// Print the custom resource definitions and admission policies as YAML
+    Crds,
+}
+
+#[derive(Debug, Args)]
+pub struct Run {
+    /// Credentials for the API server; absent: $KUBECONFIG, or the pod's service account
+    #[arg(long, value_name = "FILE")]
+    pub kubeconfig: Option<PathBuf>,
+    /// Namespace of the operator's own objects
+    #[arg(long, env = "KIBOTOS_NAMESPACE", default_value = "kibotos-system")]
+    pub namespace: String,
+    /// Where nodes open their control sessions
+    #[arg(long, value_name = "ADDRESS", default_value = "0.0.0.0:7443")]
+    pub session_listen: SocketAddr,
+    /// Names and addresses under which nodes reach --session-listen, for its certificate
+    #[arg(long, value_name = "NAME", value_delimiter = ',', default_value = "localhost")]
+    pub session_name: Vec<String>,
+    /// Where the API server reaches the aggregated API
+    #[arg(long, value_name = "ADDRESS", default_value = "0.0.0.0:7444")]
+    pub api_listen: SocketAddr,
+    /// Make the Service of the aggregated API one of type ExternalName with this name, for clusters whose
+    /// API server does not reach pods
+    #[arg(long, value_name = "NAME")]
+    pub api_service_external_name: Option<String>,
+    /// Address of this replica that the API server reaches; the leader puts it behind the Service
+    #[arg(long, env = "KIBOTOS_ADVERTISE_ADDRESS", value_name = "ADDRESS")]
+    pub advertise_address: Option<IpAddr>,
+    /// Where /healthz, /readyz and /metrics are served
+    #[arg(long, value_name = "ADDRESS", default_value = "0.0.0.0:7445")]
+    pub health_listen: SocketAddr,
+    /// What each VM needs beyond its guest's memory; counts in the allocation
+    #[arg(long, value_name = "QUANTITY", default_value = "64Mi", value_parser = parse_bytes)]
+    pub vm_overhead: Bytes,
+    /// How long a leader that fell silent stays the leader
+    #[arg(long, env = "KIBOTOS_LEASE_SECONDS", value_name = "SECONDS", default_value_t = 15, value_parser = clap::value_parser!(u16).range(3..=300))]
+    pub lease_seconds: u16,
+    /// For people or for machines
+    #[arg(long, value_enum, default_value_t = LogFormat::Human)]
+    pub log_format: LogFormat,
+}
+
+impl Run {
+    pub fn lease_duration(&self) -> Duration {
+        Duration::from_secs(self.lease_seconds.into())
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    Human,
+    Json,
+}
+
+fn parse_bytes(text: &str) -> Result<Bytes, String> {
+    text.parse().map_err(|error: kibo_crds::AmountError| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        super::Cli::command().debug_assert();
+    }
+}
