@@ -23,6 +23,8 @@ pub enum ConditionType {
     MemoryTight,
     /// A second host speaks with this node's identity.
     DuplicateHost,
+    // StoragePool: nodes declare it with different markers.
+    MarkerConflict,
     // Volume: whether its image exists, and whether a Workspace is bound.
     Created,
     Bound,

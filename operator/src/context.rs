@@ -6,7 +6,7 @@ use kibo_crds::{Bytes, Term};
 use kube::{Client, runtime::events::Recorder};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use crate::{node::NodeIndex, session::Registry, storage_pool::PoolIndex};
+use crate::{node::NodeIndex, overcommit::OvercommitIndex, session::Registry, storage_pool::PoolIndex};
 
 /// The leader's surroundings. Cheap to clone as an [`Arc`].
 pub struct Context {
@@ -23,6 +23,8 @@ pub struct Context {
     pub nodes: NodeIndex,
     /// Markers and members of the StoragePools.
     pub pools: PoolIndex,
+    /// The cluster-wide ratios.
+    pub overcommit: OvercommitIndex,
     pub recorder: Recorder,
     /// What a VM needs beyond its guest's memory; counts in the allocation.
     pub vm_overhead: Bytes,

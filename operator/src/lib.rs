@@ -14,6 +14,7 @@ pub mod guarded;
 pub mod health;
 pub mod leader;
 pub mod node;
+pub mod overcommit;
 pub mod placement;
 pub mod queue;
 pub mod right;

@@ -1,5 +1,11 @@
 //! Node: the registration of a host and what is true of it.
 
+mod controller;
 mod index;
+mod settings;
+mod status;
 
+pub use controller::{NodeControl, load, run};
 pub use index::{Facts, NodeIndex, Void};
+pub use settings::effective as effective_settings;
+pub use status::{Live, Observed, Refused, Reported, compute as compute_status};

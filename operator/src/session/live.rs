@@ -6,10 +6,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kibo_crds::{Bytes, Incarnation, MilliCpu, NodeId, PoolId, Ratio, Term};
+use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
+use kibo_crds::{Bytes, Incarnation, MilliCpu, NodeId, PoolId, Ratio, Term, node::NodeSession};
 use kibo_protocol::v1::{self, to_node};
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
+
+use crate::node::{Live, Reported};
 
 /// Messages that may wait for a node that does not read; one more ends the session.
 const OUTBOUND_QUEUE: usize = 1024;
@@ -66,8 +69,7 @@ pub struct SentSettings {
 #[derive(Clone, Debug)]
 pub struct LastReport {
     pub report: v1::Report,
-    pub at: Instant,
-    pub time: jiff::Timestamp,
+    pub time: Time,
     /// The settings in force were confirmed before this report was made.
     pub after_confirmation: bool,
 }
@@ -107,6 +109,7 @@ pub struct Session {
     pub incarnation: Incarnation,
     pub boot_id: String,
     pub version: String,
+    pub started_at: Time,
     pub term: Term,
     pub capacity: Capacity,
     pub labels: BTreeMap<String, String>,
@@ -149,6 +152,7 @@ impl Session {
             incarnation: new.incarnation,
             boot_id: new.boot_id,
             version: new.version,
+            started_at: Time(Timestamp::now()),
             term: new.term,
             capacity: new.capacity,
             labels: new.labels,
@@ -250,6 +254,10 @@ impl Session {
             }
             let revision = at_least.max(state.settings.revision + 1);
             state.settings = SentSettings { settings, revision, sent_at: Instant::now(), confirmed: false };
+            if !state.acknowledged {
+                // The HelloAck that is about to go out carries them.
+                return true;
+            }
             settings_message(&state.settings)
         };
         self.send(to_node::Message::Settings(message));
@@ -262,6 +270,52 @@ impl Session {
         let news = !state.settings.confirmed && state.settings.revision == revision;
         state.settings.confirmed |= news;
         news
+    }
+
+    /// The HelloAck goes out: from now on the node may be a candidate, and its confirmation is awaited.
+    pub fn acknowledge(&self) -> v1::Settings {
+        let mut state = self.state();
+        state.acknowledged = true;
+        state.settings.sent_at = Instant::now();
+        settings_message(&state.settings)
+    }
+
+    /// Takes a report in. Returns whether it changes what the node can take.
+    pub fn take_report(&self, report: v1::Report, pools: Vec<DeclaredPool>) -> bool {
+        let mut state = self.state();
+        let confirms = report.settings_revision == state.settings.revision;
+        let changed = (confirms && !state.settings.confirmed) || state.pools != pools;
+        state.settings.confirmed |= confirms;
+        state.pools = pools;
+        let after_confirmation = confirms && state.settings.confirmed;
+        state.report = Some(LastReport { report, time: Time(Timestamp::now()), after_confirmation });
+        changed
+    }
+
+    /// What the Node's status is computed from.
+    pub fn view(&self) -> Live {
+        let state = self.state();
+        let report = state.report.as_ref().map(|last| Reported {
+            time: last.time.clone(),
+            instances: last.report.instances,
+            after_confirmation: last.after_confirmation,
+        });
+        Live {
+            session: NodeSession {
+                id: self.id.clone(),
+                alive: true,
+                incarnation: self.incarnation,
+                boot_id: self.boot_id.clone(),
+                version: self.version.clone(),
+                started_at: self.started_at.clone(),
+                ended_at: None,
+            },
+            capacity: self.capacity,
+            pools: state.pools.clone(),
+            settings: state.settings.settings,
+            settings_confirmed: state.settings.confirmed,
+            report,
+        }
     }
 
     /// How long the settings have been waiting for their confirmation.

@@ -1,8 +1,16 @@
 //! Control sessions: opened by the nodes, held by the leader.
 
+mod enroll;
+mod hello;
 pub mod hooks;
+mod lanes;
 pub(crate) mod live;
+mod open;
 mod registry;
+mod serve;
+mod server;
 
 pub use live::{Capacity, DeclaredPool, Settings};
+pub use open::{Leading, revision_of};
 pub use registry::{Accepted, CommandFailure, NoSession, NodeSnapshot, ObjectCommand, OfferFailure, Registry};
+pub use server::{ServerError, SessionServer};

@@ -11,6 +11,8 @@ use kibo_crds::{Bytes, Incarnation, NodeId};
 use kibo_protocol::v1::{self, to_node};
 use tokio::sync::watch;
 
+use crate::node::Refused;
+
 use super::live::{Capacity, DeclaredPool, OfferAnswer, Session, Settings};
 
 /// A node answers an offer from memory; much longer than that means that it is stuck.
@@ -99,6 +101,9 @@ pub enum CommandFailure {
     Timeout(NodeId),
 }
 
+/// A refusal is shown in the Node's conditions for this long; a refused node tries again before that.
+const REFUSAL_SHOWN: Duration = Duration::from_secs(120);
+
 #[derive(Clone)]
 pub struct Registry(Arc<Inner>);
 
@@ -106,12 +111,19 @@ struct Inner {
     sessions: Mutex<HashMap<NodeId, Arc<Session>>>,
     /// One Hello of a node is decided at a time.
     opening: Mutex<HashMap<NodeId, Arc<tokio::sync::Mutex<()>>>>,
+    /// Why the newest Hello with a right key was refused.
+    refusals: Mutex<HashMap<NodeId, (Refused, Instant)>>,
     changes: watch::Sender<u64>,
 }
 
 impl Default for Registry {
     fn default() -> Self {
-        Self(Arc::new(Inner { sessions: Mutex::default(), opening: Mutex::default(), changes: watch::channel(0).0 }))
+        Self(Arc::new(Inner {
+            sessions: Mutex::default(),
+            opening: Mutex::default(),
+            refusals: Mutex::default(),
+            changes: watch::channel(0).0,
+        }))
     }
 }
 
@@ -204,15 +216,30 @@ impl Registry {
         self.get(node).filter(|session| session.incarnation == incarnation).ok_or_else(|| NoSession(node.clone()))
     }
 
-    pub(crate) fn all(&self) -> Vec<Arc<Session>> {
-        self.sessions().values().cloned().collect()
-    }
-
     /// The lock under which a Hello of this node is decided and committed.
     pub(crate) fn opening(&self, node: &NodeId) -> Arc<tokio::sync::Mutex<()>> {
         let mut opening = self.0.opening.lock().expect("no holder of this lock panics");
         opening.retain(|_, lock| Arc::strong_count(lock) > 1);
         opening.entry(node.clone()).or_default().clone()
+    }
+
+    /// Whether a Hello of this node is being decided. Ask before [`Registry::get`]: a session that is committed
+    /// and not yet entered is not an orphan.
+    pub(crate) fn is_opening(&self, node: &NodeId) -> bool {
+        let opening = self.0.opening.lock().expect("no holder of this lock panics");
+        opening.get(node).is_some_and(|lock| lock.try_lock().is_err())
+    }
+
+    pub(crate) fn note_refusal(&self, node: &NodeId, refused: Refused) {
+        let mut refusals = self.0.refusals.lock().expect("no holder of this lock panics");
+        refusals.retain(|_, (_, at)| at.elapsed() < REFUSAL_SHOWN);
+        refusals.insert(node.clone(), (refused, Instant::now()));
+    }
+
+    /// The newest refusal, while it says something about now.
+    pub(crate) fn refusal(&self, node: &NodeId) -> Option<Refused> {
+        let refusals = self.0.refusals.lock().expect("no holder of this lock panics");
+        refusals.get(node).filter(|(_, at)| at.elapsed() < REFUSAL_SHOWN).map(|(refused, _)| refused.clone())
     }
 
     pub(crate) fn insert(&self, session: Arc<Session>) {

@@ -1,57 +1,46 @@
 //! Markers and members of the pools, for placement and for the release of objects.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, RwLock},
+use kibo_crds::{
+    Bytes, NodeId, PoolId, StoragePool,
+    storage_pool::{PoolMember, StoragePoolStatus},
 };
+use kube::runtime::reflector::{ObjectRef, Store};
 
-use kibo_crds::{Bytes, NodeId, PoolId, StoragePool, storage_pool::PoolMember};
-
-/// What is known of one pool.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Known {
-    pub uid: Option<String>,
-    pub members: Vec<PoolMember>,
-    /// What may be allocated, when the pool's owner limited it.
-    pub limit: Option<Bytes>,
-}
-
-/// All StoragePools, from the watch and from own commits.
-#[derive(Clone, Default)]
-pub struct PoolIndex(Arc<RwLock<HashMap<PoolId, Known>>>);
+/// All StoragePools, as the watch shows them.
+#[derive(Clone)]
+pub struct PoolIndex(Store<StoragePool>);
 
 impl PoolIndex {
-    pub fn get(&self, pool: &PoolId) -> Option<Known> {
-        self.0.read().expect("no holder of this lock panics").get(pool).cloned()
+    pub fn new(pools: Store<StoragePool>) -> Self {
+        Self(pools)
+    }
+
+    fn with<T>(&self, pool: &PoolId, read: impl FnOnce(&StoragePoolStatus) -> T) -> Option<T> {
+        self.0.get(&ObjectRef::new(pool.as_str()))?.status.as_ref().map(read)
+    }
+
+    pub fn exists(&self, pool: &PoolId) -> bool {
+        self.0.get(&ObjectRef::new(pool.as_str())).is_some()
+    }
+
+    /// The nodes that mean this pool; empty when it is not known.
+    pub fn members(&self, pool: &PoolId) -> Vec<PoolMember> {
+        self.with(pool, |status| status.members.clone()).unwrap_or_default()
     }
 
     /// Whether a node other than `node` is a member that reached the pool at its last report.
     pub fn has_other_available_member(&self, pool: &PoolId, node: &NodeId) -> bool {
-        self.0
-            .read()
-            .expect("no holder of this lock panics")
-            .get(pool)
-            .is_some_and(|known| known.members.iter().any(|member| member.available && member.node != *node))
+        self.with(pool, |status| status.members.iter().any(|member| member.available && member.node != *node))
+            .unwrap_or_default()
     }
 
     /// Whether `uid` is the marker of this pool. A pool that nobody has registered yet has none.
     pub fn has_marker(&self, pool: &PoolId, uid: &str) -> bool {
-        self.0
-            .read()
-            .expect("no holder of this lock panics")
-            .get(pool)
-            .is_some_and(|known| known.uid.as_deref() == Some(uid))
+        self.with(pool, |status| status.uid.as_deref() == Some(uid)).unwrap_or_default()
     }
 
-    pub(crate) fn observe(&self, pool: &StoragePool) {
-        let Some(id) = pool.metadata.name.as_deref().and_then(|name| name.parse::<PoolId>().ok()) else { return };
-        let status = pool.status.clone().unwrap_or_default();
-        let limit = pool.spec.capacity.as_ref().and_then(|capacity| capacity.amount().ok());
-        let known = Known { uid: status.uid, members: status.members, limit };
-        self.0.write().expect("no holder of this lock panics").insert(id, known);
-    }
-
-    pub(crate) fn forget(&self, pool: &PoolId) {
-        self.0.write().expect("no holder of this lock panics").remove(pool);
+    /// What may be allocated in the pool, when somebody limited it.
+    pub fn limit(&self, pool: &PoolId) -> Option<Bytes> {
+        self.0.get(&ObjectRef::new(pool.as_str()))?.spec.capacity.as_ref()?.amount().ok()
     }
 }

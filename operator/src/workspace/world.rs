@@ -333,7 +333,7 @@ impl Cluster for World {
     }
 
     fn members(&self, pool: &PoolId) -> Vec<NodeId> {
-        let members = self.ctx.pools.get(pool).map(|known| known.members).unwrap_or_default();
+        let members = self.ctx.pools.members(pool);
         members.into_iter().map(|member| member.node).collect::<BTreeSet<_>>().into_iter().collect()
     }
 

@@ -1,0 +1,220 @@
+//! Keeps the status of each Node, and tells its live session what the spec asks for.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+use futures::{StreamExt as _, stream};
+use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
+use kibo_crds::{Node, NodeId, OvercommitPolicy, node::NodeStatus};
+use kibo_protocol::v1::SessionRefusal;
+use kube::{
+    Api,
+    api::ListParams,
+    runtime::{
+        Controller,
+        controller::{Action, Config},
+        reflector::ObjectRef,
+        watcher,
+    },
+};
+use tokio::sync::broadcast;
+
+use super::{
+    Facts,
+    settings::effective,
+    status::{Observed, compute, is_worth_a_write},
+};
+use crate::{
+    context::Ctx,
+    guarded::{self, WriteError},
+    session::{hooks::Usage, revision_of},
+    storage_pool,
+};
+
+/// Every Node is looked at this often, also when nothing happened: conditions that go by time end then.
+const PERIOD: Duration = Duration::from_secs(60);
+/// A new leader gives nodes this long to open their sessions anew, before it says that they are gone.
+const RETURN_GRACE: Duration = Duration::from_secs(15);
+/// A Node's status follows a busy allocation at this pace.
+const PACE: Duration = Duration::from_secs(1);
+const CONCURRENCY: u16 = 16;
+
+/// What the controller and the session server share to write a Node's status.
+pub struct NodeControl {
+    pub ctx: Ctx,
+    pub usage: Arc<dyn Usage>,
+    began: Instant,
+    written: Mutex<HashMap<NodeId, Instant>>,
+}
+
+impl NodeControl {
+    pub fn new(ctx: Ctx, usage: Arc<dyn Usage>) -> Self {
+        Self { ctx, usage, began: Instant::now(), written: Mutex::default() }
+    }
+
+    pub fn api(&self) -> Api<Node> {
+        Api::all(self.ctx.client.clone())
+    }
+
+    /// Everything that the status of `node` follows from, now.
+    pub fn observe<'a>(&self, id: &NodeId, node: &'a Node) -> Observed<'a> {
+        // In this order: see `is_opening`.
+        let opening = self.ctx.registry.is_opening(id);
+        let live = self.ctx.registry.get(id).map(|session| session.view());
+        Observed {
+            node,
+            orphaned: live.is_none() && !opening && self.began.elapsed() > RETURN_GRACE,
+            live,
+            refused: self.ctx.registry.refusal(id),
+            wanted: effective(&node.spec, &self.ctx.overcommit.get()),
+            usage: self.usage.of_node(id),
+            now: Time(Timestamp::now()),
+        }
+    }
+
+    /// Time left until the next write that follows usage alone.
+    fn paced(&self, id: &NodeId) -> Option<Duration> {
+        let written = self.written.lock().expect("no holder of this lock panics");
+        written.get(id).and_then(|at| PACE.checked_sub(at.elapsed()))
+    }
+
+    fn note_write(&self, id: &NodeId) {
+        self.written.lock().expect("no holder of this lock panics").insert(id.clone(), Instant::now());
+    }
+}
+
+/// Takes in the facts of all Nodes, by one quorum read, before anything is decided on them.
+pub async fn load(ctx: &Ctx) -> Result<(), kube::Error> {
+    let api = Api::<Node>::all(ctx.client.clone());
+    let mut params = ListParams::default().limit(500);
+    loop {
+        let page = api.list(&params).await?;
+        page.items.iter().for_each(|node| ctx.nodes.observe(node));
+        match page.metadata.continue_.filter(|token| !token.is_empty()) {
+            Some(token) => params.continue_token = Some(token),
+            None => return Ok(()),
+        }
+    }
+}
+
+/// Runs until the leadership ends.
+pub async fn run(controller: Controller<Node>, control: Arc<NodeControl>) {
+    let ctx = control.ctx.clone();
+    let nodes = controller.store();
+    let overcommit = ctx.overcommit.clone();
+    let all_nodes = move |policy: OvercommitPolicy| {
+        let changed = overcommit.observe(&policy);
+        let nodes = if changed { nodes.state() } else { Vec::new() };
+        nodes.into_iter().map(|node| ObjectRef::from_obj(&*node)).collect::<Vec<_>>()
+    };
+    controller
+        .with_config(Config::default().concurrency(CONCURRENCY))
+        .watches(Api::<OvercommitPolicy>::all(ctx.client.clone()), watcher::Config::default(), all_nodes)
+        .reconcile_on(touched(ctx.nodes.touched()))
+        .graceful_shutdown_on(ctx.stop.clone().cancelled_owned())
+        .run(reconcile, retry, control)
+        .for_each(async |_| {})
+        .await;
+}
+
+fn touched(receiver: broadcast::Receiver<NodeId>) -> impl stream::Stream<Item = ObjectRef<Node>> {
+    stream::unfold(receiver, async |mut receiver| {
+        loop {
+            match receiver.recv().await {
+                Ok(node) => return Some((ObjectRef::new(node.as_str()), receiver)),
+                // What was missed is caught up with at the next period.
+                Err(broadcast::error::RecvError::Lagged(_)) => {}
+                Err(broadcast::error::RecvError::Closed) => return None,
+            }
+        }
+    })
+}
+
+fn retry(node: Arc<Node>, error: &WriteError, control: Arc<NodeControl>) -> Action {
+    match error {
+        WriteError::Conflict { .. } => Action::requeue(Duration::from_millis(50)),
+        WriteError::Gone { .. } => Action::await_change(),
+        WriteError::StaleTerm { .. } => {
+            tracing::error!(%error, "a newer leader writes: this one ends");
+            control.ctx.stop.cancel();
+            Action::await_change()
+        }
+        WriteError::Refused { .. } | WriteError::Unknown { .. } => {
+            tracing::error!(node = node.metadata.name.as_deref(), %error, "failed to write the status of a node");
+            Action::requeue(Duration::from_secs(5))
+        }
+    }
+}
+
+#[tracing::instrument(
+    name = "reconcile",
+    skip_all,
+    fields(kind = "Node", name = node.metadata.name.as_deref(), revision = node.metadata.resource_version.as_deref())
+)]
+async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action, WriteError> {
+    metrics::counter!("kibotos_reconciles_total", "kind" => "Node").increment(1);
+    // The API server refuses a name that is no node id.
+    let Some(id) = node.metadata.name.as_deref().and_then(|name| name.parse::<NodeId>().ok()) else {
+        return Ok(Action::await_change());
+    };
+    control.ctx.nodes.observe(&node);
+    steer(&id, &node, &control);
+    let declared = node.status.iter().flat_map(|status| &status.pools).map(|pool| &pool.id);
+    if let Err(error) = storage_pool::ensure(&control.ctx, declared).await {
+        tracing::warn!(%error, "failed to register a storage pool, trying again");
+        return Ok(Action::requeue(Duration::from_secs(1)));
+    }
+    let observed = control.observe(&id, &node);
+    let status = compute(&observed);
+    if !is_worth_a_write(node.status.as_ref(), &status) {
+        return Ok(Action::requeue(PERIOD));
+    }
+    if is_usage_alone(node.status.as_ref(), &status)
+        && let Some(left) = control.paced(&id)
+    {
+        return Ok(Action::requeue(left));
+    }
+    log_changes(&id, node.status.as_ref(), &status);
+    guarded::replace_status(&control.api(), &*node, status, control.ctx.term).await?;
+    metrics::counter!("kibotos_status_writes_total", "kind" => "Node").increment(1);
+    control.note_write(&id);
+    Ok(Action::requeue(PERIOD))
+}
+
+/// Brings what the spec asks for to the live session.
+fn steer(id: &NodeId, node: &Node, control: &NodeControl) {
+    let Some(session) = control.ctx.registry.get(id) else { return };
+    if Facts::of(node).retired {
+        control.ctx.registry.remove(&session);
+        session.end(SessionRefusal::Retired, "this node is retired for ever: use a new node id for this host");
+        return;
+    }
+    let wanted = effective(&node.spec, &control.ctx.overcommit.get());
+    let revision = revision_of(node.metadata.resource_version.as_deref()).unwrap_or_default();
+    if session.push_settings(wanted, revision) {
+        tracing::info!(node = %id, drain = wanted.drain, cpu = %wanted.cpu, memory = %wanted.memory, "settings sent");
+        control.ctx.registry.notify();
+    }
+}
+
+/// Whether nothing but the allocation differs.
+fn is_usage_alone(old: Option<&NodeStatus>, new: &NodeStatus) -> bool {
+    old.is_some_and(|old| {
+        let mut same = new.clone();
+        same.allocated.clone_from(&old.allocated);
+        if let (Some(report), Some(old)) = (&mut same.report, &old.report) {
+            report.held_objects = old.held_objects;
+        }
+        !is_worth_a_write(Some(old), &same)
+    })
+}
+
+fn log_changes(id: &NodeId, old: Option<&NodeStatus>, new: &NodeStatus) {
+    let before = old.and_then(|old| old.phase);
+    if before != new.phase {
+        tracing::info!(node = %id, ?before, now = ?new.phase, "the node's phase changed");
+    }
+}

@@ -1,0 +1,317 @@
+//! What is true of a Node, computed from everything that the leader knows. Pure.
+
+use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::SignedDuration};
+use kibo_crds::{
+    ConditionType, Node, condition,
+    node::{Admission, Amounts, NodePhase, NodePool, NodeReport, NodeSession, NodeStatus},
+    set_condition,
+};
+
+use super::Facts;
+use crate::session::{Capacity, DeclaredPool, Settings, hooks::NodeUsage};
+
+/// A report may be as old as this before the status is written for its time alone.
+const REPORT_REFRESH: SignedDuration = SignedDuration::from_secs(55);
+
+/// A live session, as the registry has it.
+#[derive(Clone, Debug)]
+pub struct Live {
+    /// With `alive`.
+    pub session: NodeSession,
+    pub capacity: Capacity,
+    pub pools: Vec<DeclaredPool>,
+    pub settings: Settings,
+    pub settings_confirmed: bool,
+    pub report: Option<Reported>,
+}
+
+/// The newest report of a session.
+#[derive(Clone, Debug)]
+pub struct Reported {
+    pub time: Time,
+    pub instances: u32,
+    /// The settings in force had been confirmed before.
+    pub after_confirmation: bool,
+}
+
+/// A Hello with the right key that was refused.
+#[derive(Clone, Debug)]
+pub struct Refused {
+    /// CamelCase.
+    pub reason: &'static str,
+    pub message: String,
+    pub duplicate: bool,
+}
+
+/// Everything that the status follows from.
+#[derive(Clone, Debug)]
+pub struct Observed<'a> {
+    pub node: &'a Node,
+    pub live: Option<Live>,
+    /// The newest refusal, while it is fresh.
+    pub refused: Option<Refused>,
+    /// This leader holds no session of the node and has waited long enough for its return: a session that
+    /// an earlier leader left as alive is over.
+    pub orphaned: bool,
+    /// Settings that the spec and the policy ask for.
+    pub wanted: Settings,
+    pub usage: NodeUsage,
+    pub now: Time,
+}
+
+/// The status as it should be. Equal to the old one when nothing is new.
+pub fn compute(observed: &Observed<'_>) -> NodeStatus {
+    let node = observed.node;
+    let mut status = node.status.clone().unwrap_or_default();
+    status.observed_generation = node.metadata.generation;
+    status.admission = Some(admission(node));
+    session(&mut status, observed);
+    amounts(&mut status, observed);
+    let facts = Facts::of(node);
+    let isolated = status.incarnation.is_some_and(|current| facts.isolated.is_some_and(|isolated| isolated >= current));
+    let drain = drain(observed);
+    let phase = phase(&status, isolated, observed, drain);
+    status.phase = Some(phase);
+    conditions(&mut status, observed, phase, drain);
+    status
+}
+
+fn admission(node: &Node) -> Admission {
+    let stored = node.status.as_ref().and_then(|status| status.admission);
+    match stored {
+        _ if node.spec.retirement.is_some() => Admission::Retired,
+        Some(stored) => stored,
+        None => Admission::Pending,
+    }
+}
+
+fn session(status: &mut NodeStatus, observed: &Observed<'_>) {
+    match (&observed.live, &mut status.session) {
+        (Some(live), _) => status.session = Some(live.session.clone()),
+        (None, Some(session)) if session.alive && observed.orphaned => {
+            session.alive = false;
+            session.ended_at = Some(observed.now.clone());
+        }
+        (None, _) => {}
+    }
+}
+
+fn amounts(status: &mut NodeStatus, observed: &Observed<'_>) {
+    let usage = observed.usage;
+    status.allocated = Some(Amounts::new(Some(usage.cpu), Some(usage.memory)));
+    let Some(live) = &observed.live else { return };
+    let capacity = live.capacity;
+    status.capacity = Some(Amounts::new(capacity.cpu, capacity.memory));
+    status.schedulable = Some(Amounts::new(
+        capacity.cpu.map(|cpu| observed.wanted.cpu.of_cpu(cpu)),
+        capacity.memory.map(|memory| observed.wanted.memory.of_memory(memory)),
+    ));
+    status.slots = observed.wanted.slots.or(capacity.max_instances);
+    status.pools = live.pools.iter().map(node_pool).collect();
+    if let Some(report) = &live.report {
+        status.report = Some(NodeReport {
+            time: report.time.clone(),
+            instances: report.instances,
+            held_objects: usage.held_objects,
+        });
+    }
+}
+
+fn node_pool(pool: &DeclaredPool) -> NodePool {
+    NodePool {
+        id: pool.id.clone(),
+        uid: pool.uid.clone(),
+        default: pool.default,
+        available: pool.available,
+        capacity: pool.capacity,
+        free: pool.free,
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum DrainState {
+    NotRequested,
+    Draining,
+    Drained,
+}
+
+/// Drained: the node confirmed the drain in this session, nothing names it, and a report that it sent
+/// afterwards shows nothing.
+fn drain(observed: &Observed<'_>) -> DrainState {
+    if !observed.wanted.drain {
+        return DrainState::NotRequested;
+    }
+    let confirmed = observed.live.as_ref().is_some_and(|live| {
+        live.settings.drain
+            && live.settings_confirmed
+            && live.report.as_ref().is_some_and(|report| report.after_confirmation && report.instances == 0)
+    });
+    let usage = observed.usage;
+    let empty = usage.executions == 0 && usage.held_objects == 0 && usage.in_flight == 0;
+    if confirmed && empty { DrainState::Drained } else { DrainState::Draining }
+}
+
+fn phase(status: &NodeStatus, isolated: bool, observed: &Observed<'_>, drain: DrainState) -> NodePhase {
+    match status.admission {
+        Some(Admission::Retired) => return NodePhase::Retired,
+        Some(Admission::Revoked) => return NodePhase::Revoked,
+        Some(Admission::Pending) | None => return NodePhase::Pending,
+        Some(Admission::Admitted) => {}
+    }
+    if isolated {
+        return NodePhase::Isolated;
+    }
+    // A session of an earlier leader still counts until its node had the time to return.
+    let alive = status.session.as_ref().is_some_and(|session| session.alive);
+    match (alive || observed.live.is_some(), drain) {
+        (false, _) => NodePhase::NotReady,
+        (true, DrainState::NotRequested) => NodePhase::Ready,
+        (true, DrainState::Draining) => NodePhase::Draining,
+        (true, DrainState::Drained) => NodePhase::Drained,
+    }
+}
+
+fn conditions(status: &mut NodeStatus, observed: &Observed<'_>, phase: NodePhase, drain: DrainState) {
+    let generation = observed.node.metadata.generation;
+    let mut set = |kind, value, reason: &str, message: &str| {
+        set_condition(&mut status.conditions, condition(kind, value, reason, message, generation, &observed.now));
+    };
+    let (ready, reason, message) = ready(observed, phase);
+    set(ConditionType::Ready, Some(ready), reason, &message);
+    let (schedulable, reason, message) = schedulable(observed, phase, ready);
+    set(ConditionType::Schedulable, Some(schedulable), reason, &message);
+    let (drained, reason, message) = drained(observed, drain);
+    set(ConditionType::Drained, Some(drained), reason, &message);
+    let was_duplicate = observed
+        .node
+        .status
+        .iter()
+        .flat_map(|s| &s.conditions)
+        .any(|c| c.type_ == ConditionType::DuplicateHost.to_string());
+    match observed.refused.as_ref().filter(|refused| refused.duplicate) {
+        Some(refused) => set(ConditionType::DuplicateHost, Some(true), refused.reason, &refused.message),
+        None if was_duplicate => {
+            set(ConditionType::DuplicateHost, Some(false), "OneHost", "one host speaks with this identity");
+        }
+        None => {}
+    }
+}
+
+type Verdict = (bool, &'static str, String);
+
+fn ready(observed: &Observed<'_>, phase: NodePhase) -> Verdict {
+    let name = observed.node.metadata.name.as_deref().unwrap_or_default();
+    match phase {
+        NodePhase::Retired => (false, "Retired", "the node is retired, which is final".to_owned()),
+        NodePhase::Revoked => (false, "Revoked", "the enrollment of the node was revoked".to_owned()),
+        NodePhase::Pending => (
+            false,
+            "NotEnrolled",
+            "no host has become this node yet: start kibo-node-daemon there with an enrollment token".to_owned(),
+        ),
+        NodePhase::Isolated => (
+            false,
+            "Isolated",
+            "the current incarnation is isolated; that ends by itself when the node comes back with a new one"
+                .to_owned(),
+        ),
+        NodePhase::Ready | NodePhase::Draining | NodePhase::Drained => {
+            (true, "SessionLive", "the node has a live control session".to_owned())
+        }
+        NodePhase::NotReady | NodePhase::Unreachable | NodePhase::Offline => match &observed.refused {
+            Some(refused) => (false, refused.reason, refused.message.clone()),
+            None if observed.node.status.as_ref().is_none_or(|status| status.session.is_none()) => (
+                false,
+                "NoSessionYet",
+                format!(
+                    "the node is enrolled and has not opened a control session yet: see the log of kibo-node-daemon on {name}"
+                ),
+            ),
+            None => (
+                false,
+                "NoSession",
+                format!(
+                    "the node has no control session; what runs there goes on: see whether {name} is up and kibo-node-daemon runs there"
+                ),
+            ),
+        },
+    }
+}
+
+fn schedulable(observed: &Observed<'_>, phase: NodePhase, ready: bool) -> Verdict {
+    if !ready {
+        return (false, "NotReady", "the node is not ready: see the condition Ready".to_owned());
+    }
+    if matches!(phase, NodePhase::Draining | NodePhase::Drained) {
+        return (
+            false,
+            "Draining",
+            "a drain is requested: cancel it (spec.drain) to place Workspaces here again".to_owned(),
+        );
+    }
+    let Some(live) = &observed.live else {
+        return (false, "NoSession", "the node has to open its control session anew with the new leader".to_owned());
+    };
+    match live.pools.iter().find(|pool| pool.default) {
+        None => (
+            true,
+            "NoDefaultPool",
+            "new objects are not placed here: the node declares no default storage pool".to_owned(),
+        ),
+        Some(pool) if !pool.available => (
+            true,
+            "DefaultPoolUnavailable",
+            format!("new objects are not placed here: the node does not reach its default storage pool {}", pool.id),
+        ),
+        Some(_) => (true, "Schedulable", "Workspaces are placed here".to_owned()),
+    }
+}
+
+fn drained(observed: &Observed<'_>, drain: DrainState) -> Verdict {
+    let usage = observed.usage;
+    match drain {
+        DrainState::NotRequested => (false, "NotRequested", "no drain is requested".to_owned()),
+        DrainState::Drained => (true, "Drained", "nothing runs here and nothing is held here".to_owned()),
+        DrainState::Draining if usage == NodeUsage::default() => (
+            false,
+            "WaitingForNode",
+            "nothing names this node any more; its confirmation and next report are awaited".to_owned(),
+        ),
+        DrainState::Draining => (
+            false,
+            "Draining",
+            format!(
+                "{} Workspaces run here and {} objects are held here: stop, delete or move them",
+                usage.executions, usage.held_objects
+            ),
+        ),
+    }
+}
+
+/// Whether the difference is worth a write: not for a few bytes of free space, nor for a report's time
+/// that is younger than a reconciliation period.
+pub fn is_worth_a_write(old: Option<&NodeStatus>, new: &NodeStatus) -> bool {
+    let Some(old) = old else { return true };
+    let report_is_due = match (&old.report, &new.report) {
+        (Some(old), Some(new)) => new.time.0.duration_since(old.time.0) >= REPORT_REFRESH,
+        (old, new) => old != new,
+    };
+    if report_is_due {
+        return old != new;
+    }
+    let without_readings = |status: &NodeStatus| {
+        let mut status = status.clone();
+        if let (Some(report), Some(old)) = (&mut status.report, &old.report) {
+            report.time = old.time.clone();
+        }
+        for pool in &mut status.pools {
+            pool.free = None;
+        }
+        status
+    };
+    without_readings(old) != without_readings(new)
+}
+
+#[cfg(test)]
+#[path = "status_tests.rs"]
+mod tests;

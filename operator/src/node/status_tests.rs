@@ -1,0 +1,179 @@
+use k8s_openapi::jiff::Timestamp;
+use kibo_crds::{
+    Incarnation, MilliCpu, Ratio,
+    node::{Drain, Isolation, NodeSpec, Retirement},
+};
+
+use super::*;
+
+fn at(second: i64) -> Time {
+    Time(Timestamp::from_second(second).unwrap())
+}
+
+fn node(admission: Option<Admission>, change: impl FnOnce(&mut Node)) -> Node {
+    let mut node = Node::new("node-1", NodeSpec::default());
+    node.metadata.generation = Some(7);
+    node.status = admission.map(|admission| NodeStatus {
+        admission: Some(admission),
+        incarnation: Some(Incarnation(3)),
+        ..NodeStatus::default()
+    });
+    change(&mut node);
+    node
+}
+
+fn settings(drain: bool) -> Settings {
+    Settings { drain, slots: None, cpu: "2".parse().unwrap(), memory: Ratio::ONE }
+}
+
+fn live(drain: bool, report: Option<Reported>) -> Live {
+    Live {
+        session: NodeSession {
+            id: "s-1".into(),
+            alive: true,
+            incarnation: Incarnation(3),
+            boot_id: "b".into(),
+            version: "v".into(),
+            started_at: at(1),
+            ended_at: None,
+        },
+        capacity: Capacity { cpu: Some(MilliCpu(4000)), memory: None, max_instances: Some(8) },
+        pools: vec![DeclaredPool {
+            id: "local".parse().unwrap(),
+            uid: "u".into(),
+            default: true,
+            available: true,
+            capacity: None,
+            free: Some(kibo_crds::Bytes(100)),
+        }],
+        settings: settings(drain),
+        settings_confirmed: true,
+        report,
+    }
+}
+
+fn observed(node: &Node) -> Observed<'_> {
+    let drain = node.spec.drain.as_ref().is_some_and(|drain| drain.requested);
+    Observed {
+        node,
+        live: None,
+        refused: None,
+        orphaned: true,
+        wanted: settings(drain),
+        usage: NodeUsage::default(),
+        now: at(100),
+    }
+}
+
+fn condition_of(status: &NodeStatus, kind: ConditionType) -> (&str, &str) {
+    let found = status.conditions.iter().find(|c| c.type_ == kind.to_string()).expect("the condition is set");
+    assert_eq!(found.observed_generation, Some(7));
+    (&found.status, &found.reason)
+}
+
+#[test]
+fn the_phase_follows_from_the_strongest_fact() {
+    type Change = fn(&mut Node);
+    let nothing: Change = |_| {};
+    let retired: Change = |node| node.spec.retirement = Some(Retirement::default());
+    let isolated: Change = |node| {
+        node.spec.isolation =
+            Some(Isolation { incarnation: Incarnation(3), confirm_host_cannot_write: true, request_id: None });
+    };
+    let isolated_before: Change = |node| {
+        node.spec.isolation =
+            Some(Isolation { incarnation: Incarnation(2), confirm_host_cannot_write: true, request_id: None });
+    };
+    let admitted = Some(Admission::Admitted);
+    for (admission, change, has_session, phase, reason) in [
+        (None, nothing, false, NodePhase::Pending, "NotEnrolled"),
+        (admitted, nothing, false, NodePhase::NotReady, "NoSessionYet"),
+        (admitted, nothing, true, NodePhase::Ready, "SessionLive"),
+        (admitted, isolated, false, NodePhase::Isolated, "Isolated"),
+        (admitted, isolated_before, true, NodePhase::Ready, "SessionLive"),
+        (admitted, retired, false, NodePhase::Retired, "Retired"),
+        (Some(Admission::Revoked), isolated, false, NodePhase::Revoked, "Revoked"),
+    ] {
+        let node = node(admission, change);
+        let live = has_session.then(|| live(false, None));
+        let status = compute(&Observed { live, ..observed(&node) });
+        assert_eq!(status.phase, Some(phase));
+        assert_eq!(condition_of(&status, ConditionType::Ready).1, reason);
+        assert_eq!(status.observed_generation, Some(7));
+    }
+}
+
+#[test]
+fn a_session_of_an_earlier_leader_is_given_time_to_return() {
+    let node = node(Some(Admission::Admitted), |node| {
+        node.status.as_mut().unwrap().session = Some(live(false, None).session);
+    });
+    let waiting = compute(&Observed { orphaned: false, ..observed(&node) });
+    assert!(waiting.session.as_ref().unwrap().alive);
+    assert_eq!(waiting.phase, Some(NodePhase::Ready));
+    assert_eq!(condition_of(&waiting, ConditionType::Schedulable), ("False", "NoSession"));
+    let over = compute(&observed(&node));
+    assert_eq!(over.session.as_ref().map(|s| (s.alive, s.ended_at.clone())), Some((false, Some(at(100)))));
+    assert_eq!(over.phase, Some(NodePhase::NotReady));
+}
+
+#[test]
+fn drained_needs_the_confirmation_and_a_later_report_and_nothing_left() {
+    let node = node(Some(Admission::Admitted), |node| {
+        node.spec.drain = Some(Drain { requested: true, request_id: None });
+    });
+    let report = |after_confirmation, instances| Some(Reported { time: at(90), instances, after_confirmation });
+    let used = NodeUsage { held_objects: 1, ..NodeUsage::default() };
+    for (live, usage, phase) in [
+        (None, NodeUsage::default(), NodePhase::NotReady),
+        (Some(live(true, None)), NodeUsage::default(), NodePhase::Draining),
+        (Some(live(true, report(false, 0))), NodeUsage::default(), NodePhase::Draining),
+        (Some(live(true, report(true, 1))), NodeUsage::default(), NodePhase::Draining),
+        (Some(live(true, report(true, 0))), used, NodePhase::Draining),
+        (Some(live(false, report(true, 0))), NodeUsage::default(), NodePhase::Draining),
+        (Some(live(true, report(true, 0))), NodeUsage::default(), NodePhase::Drained),
+    ] {
+        let status = compute(&Observed { live: live.clone(), usage, ..observed(&node) });
+        assert_eq!(status.phase, Some(phase), "{live:?} {usage:?}");
+        assert_eq!(condition_of(&status, ConditionType::Schedulable).0, "False");
+    }
+}
+
+#[test]
+fn what_was_not_measured_stays_absent() {
+    let node = node(Some(Admission::Admitted), |_| {});
+    let status = compute(&Observed { live: Some(live(false, None)), ..observed(&node) });
+    let schedulable = status.schedulable.unwrap();
+    assert_eq!(schedulable.cpu.as_deref(), Some("8"));
+    assert_eq!(schedulable.memory, None);
+    assert_eq!(status.slots, Some(8));
+}
+
+#[test]
+fn a_duplicate_is_shown_and_taken_back() {
+    let mut node = node(Some(Admission::Admitted), |_| {});
+    let refused = Refused { reason: "DuplicateHost", message: "two hosts".into(), duplicate: true };
+    let status = compute(&Observed { live: Some(live(false, None)), refused: Some(refused), ..observed(&node) });
+    assert_eq!(condition_of(&status, ConditionType::DuplicateHost), ("True", "DuplicateHost"));
+    assert_eq!(condition_of(&status, ConditionType::Ready).0, "True");
+    node.status = Some(status);
+    let status = compute(&Observed { live: Some(live(false, None)), ..observed(&node) });
+    assert_eq!(condition_of(&status, ConditionType::DuplicateHost).0, "False");
+}
+
+#[test]
+fn computing_twice_changes_nothing_and_readings_wait_for_the_period() {
+    let mut node = node(Some(Admission::Admitted), |_| {});
+    let report = |second| Some(Reported { time: at(second), instances: 0, after_confirmation: true });
+    let with = |node: &Node, second, free| {
+        let mut live = live(false, report(second));
+        live.pools[0].free = Some(kibo_crds::Bytes(free));
+        compute(&Observed { live: Some(live), ..observed(node) })
+    };
+    let first = with(&node, 100, 5);
+    assert!(is_worth_a_write(node.status.as_ref(), &first));
+    node.status = Some(first.clone());
+    assert_eq!(with(&node, 100, 5), first);
+    assert!(!is_worth_a_write(node.status.as_ref(), &with(&node, 120, 4)));
+    assert!(is_worth_a_write(node.status.as_ref(), &with(&node, 160, 5)));
+}

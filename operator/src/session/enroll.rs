@@ -1,0 +1,163 @@
+//! Enrollment: a single-use secret becomes the key of a node.
+
+use k8s_openapi::jiff::Timestamp;
+use kibo_crds::{
+    Node, NodeId,
+    node::{Admission, NodeStatus},
+};
+use kibo_protocol::{NodeKey, Secret, SecretHash, v1};
+use tonic::{Code, Status};
+
+use super::open::{Leading, read_node};
+use crate::{
+    guarded::{self, WriteError},
+    node::{Facts, compute_status},
+};
+
+/// Two hosts with one token are the only ones that meet here.
+const ATTEMPTS: usize = 8;
+
+/// Why a host does not become this node. Each has a gRPC code of its own kind, and a text for people.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    #[error("there is no Node {0}: issue an enrollment for it first")]
+    UnknownNode(NodeId),
+    #[error("node {0} is retired for ever: use a new node id for this host")]
+    Retired(NodeId),
+    #[error("no enrollment is pending for node {0}: issue a new token")]
+    NoGrant(NodeId),
+    #[error("the secret is not the one that was issued for node {0}: the newest token counts")]
+    WrongSecret(NodeId),
+    #[error("the token for node {0} was used already: issue a new one")]
+    Used(NodeId),
+    #[error("the token for node {0} has expired: issue a new one")]
+    Expired(NodeId),
+    #[error("node {0} has a live control session from another host: stop kibo-node-daemon there first")]
+    SessionLive(NodeId),
+}
+
+impl Refusal {
+    fn code(&self) -> Code {
+        match self {
+            Self::UnknownNode(_) => Code::NotFound,
+            Self::WrongSecret(_) => Code::PermissionDenied,
+            Self::Used(_) => Code::AlreadyExists,
+            Self::Retired(_) | Self::NoGrant(_) | Self::Expired(_) | Self::SessionLive(_) => Code::FailedPrecondition,
+        }
+    }
+}
+
+/// Whether whoever shows a secret with this hash may become the node. Pure.
+pub fn decide(
+    id: &NodeId,
+    node: Option<&Node>,
+    shown: SecretHash,
+    has_session: bool,
+    now: Timestamp,
+) -> Result<(), Refusal> {
+    let node = node.ok_or_else(|| Refusal::UnknownNode(id.clone()))?;
+    let hash = |text: &str| text.parse::<SecretHash>().ok();
+    if Facts::of(node).retired {
+        return Err(Refusal::Retired(id.clone()));
+    }
+    let used = node.status.as_ref().and_then(|status| status.used_secret_hash.as_deref()).and_then(hash);
+    if used == Some(shown) {
+        return Err(Refusal::Used(id.clone()));
+    }
+    let grant = node.spec.enrollment.as_ref().ok_or_else(|| Refusal::NoGrant(id.clone()))?;
+    if hash(&grant.secret_hash) != Some(shown) {
+        return Err(Refusal::WrongSecret(id.clone()));
+    }
+    if grant.expires_at.0 <= now {
+        return Err(Refusal::Expired(id.clone()));
+    }
+    if has_session {
+        return Err(Refusal::SessionLive(id.clone()));
+    }
+    Ok(())
+}
+
+/// Decides, and stores the hash of a new key. Of two hosts that show the same token at once, one is
+/// written and the other finds it used.
+pub async fn enroll(leading: &Leading, request: v1::EnrollRequest) -> Result<v1::EnrollResponse, Status> {
+    let id: NodeId = request.node_id.parse().map_err(|error| Status::invalid_argument(format!("{error}")))?;
+    let secret = Secret::from_bytes(&request.secret).map_err(|error| Status::invalid_argument(error.to_string()))?;
+    let key = NodeKey::generate().map_err(|error| Status::internal(error.to_string()))?;
+    let control = &leading.nodes;
+    let unavailable = |error: &dyn std::fmt::Display| Status::unavailable(format!("try again: {error}"));
+    for _ in 0..ATTEMPTS {
+        let (node, _) = read_node(&control.api(), &id).await.map_err(|error| unavailable(&error))?;
+        let has_session = control.ctx.registry.get(&id).is_some();
+        if let Err(refusal) = decide(&id, node.as_ref(), secret.hash(), has_session, Timestamp::now()) {
+            tracing::warn!(node = %id, %refusal, "enrollment refused");
+            metrics::counter!("kibotos_enrollments_total", "result" => "refused").increment(1);
+            return Err(Status::new(refusal.code(), refusal.to_string()));
+        }
+        let Some(node) = node else { continue };
+        let status = enrolled(leading, &id, &node, secret.hash(), key.hash());
+        match guarded::replace_status(&control.api(), &node, status, control.ctx.term).await {
+            Ok(_) => {
+                tracing::info!(node = %id, version = request.version, "node enrolled");
+                metrics::counter!("kibotos_enrollments_total", "result" => "enrolled").increment(1);
+                return Ok(v1::EnrollResponse {
+                    node_key: key.expose().to_vec(),
+                    cluster_id: control.ctx.cluster_id.clone(),
+                });
+            }
+            Err(WriteError::Conflict { .. } | WriteError::Gone { .. }) => {}
+            Err(error) => return Err(unavailable(&error)),
+        }
+    }
+    Err(Status::unavailable(format!("Node {id} changes too often: try again")))
+}
+
+fn enrolled(leading: &Leading, id: &NodeId, node: &Node, secret: SecretHash, key: SecretHash) -> NodeStatus {
+    let mut node = node.clone();
+    let status = node.status.get_or_insert_default();
+    status.admission = Some(Admission::Admitted);
+    status.key_hash = Some(key.to_string());
+    status.used_secret_hash = Some(secret.to_string());
+    compute_status(&leading.nodes.observe(id, &node))
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+    use kibo_crds::node::{Enrollment, NodeSpec, Retirement};
+
+    use super::*;
+
+    #[test]
+    fn each_refusal_says_which() {
+        let id: NodeId = "node-1".parse().unwrap();
+        let at = |second| Timestamp::from_second(second).unwrap();
+        let hash = |byte| Secret::from_bytes(&[byte; 32]).unwrap().hash();
+        let node = |granted: Option<u8>, used: Option<u8>, retired: bool| {
+            let mut node = Node::new("node-1", NodeSpec::default());
+            node.spec.enrollment = granted.map(|byte| Enrollment {
+                secret_hash: hash(byte).to_string(),
+                expires_at: Time(at(100)),
+                request_id: None,
+            });
+            node.spec.retirement = retired.then(Retirement::default);
+            node.status =
+                Some(NodeStatus { used_secret_hash: used.map(|byte| hash(byte).to_string()), ..NodeStatus::default() });
+            node
+        };
+        for (node, session, now, expected) in [
+            (Some(node(Some(1), None, false)), false, 99, Ok(())),
+            // A new token for a host that was installed anew.
+            (Some(node(Some(1), Some(2), false)), false, 99, Ok(())),
+            (None, false, 99, Err(Refusal::UnknownNode(id.clone()))),
+            (Some(node(None, None, false)), false, 99, Err(Refusal::NoGrant(id.clone()))),
+            (Some(node(Some(2), None, false)), false, 99, Err(Refusal::WrongSecret(id.clone()))),
+            (Some(node(Some(1), Some(1), false)), false, 99, Err(Refusal::Used(id.clone()))),
+            (Some(node(Some(2), Some(1), false)), false, 99, Err(Refusal::Used(id.clone()))),
+            (Some(node(Some(1), None, false)), false, 100, Err(Refusal::Expired(id.clone()))),
+            (Some(node(Some(1), None, true)), false, 99, Err(Refusal::Retired(id.clone()))),
+            (Some(node(Some(1), None, false)), true, 99, Err(Refusal::SessionLive(id.clone()))),
+        ] {
+            assert_eq!(decide(&id, node.as_ref(), hash(1), session, at(now)), expected);
+        }
+    }
+}

@@ -1,0 +1,81 @@
+//! Events of one Instance one after the other, those of different Instances side by side.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::Arc,
+    time::Duration,
+};
+
+use futures::{StreamExt as _, stream::FuturesUnordered};
+use kibo_protocol::v1::{self, InstanceEvent, to_node};
+use tokio::sync::mpsc;
+use tokio_util::task::TaskTracker;
+
+use super::{hooks::EventIngest, live::Session};
+
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+/// Takes events in until the session is over. An event is acked after its effect was committed; what was
+/// not acked comes again with the node's next session.
+pub async fn run(
+    session: Arc<Session>,
+    ingest: Arc<dyn EventIngest>,
+    tasks: TaskTracker,
+    mut events: mpsc::Receiver<InstanceEvent>,
+) {
+    // An entry stands for one event in work; what waits behind it is its queue.
+    let mut lanes: HashMap<String, VecDeque<InstanceEvent>> = HashMap::new();
+    let mut working = FuturesUnordered::new();
+    // A task of its own: a session that ends does not cut a commit in two.
+    let start = |event| {
+        let handle = tasks.spawn(take_in(session.clone(), ingest.clone(), event));
+        async move { handle.await.ok() }
+    };
+    loop {
+        tokio::select! {
+            () = session.over.cancelled() => return,
+            event = events.recv() => {
+                let Some(event) = event else { return };
+                match lanes.get_mut(&event.instance_id) {
+                    Some(queue) => queue.push_back(event),
+                    None => {
+                        lanes.insert(event.instance_id.clone(), VecDeque::new());
+                        working.push(start(event));
+                    }
+                }
+            }
+            Some(done) = working.next(), if !working.is_empty() => {
+                let Some(instance) = done else {
+                    tracing::error!(node = %session.node, "taking an event in panicked: the session ends, and the event comes again");
+                    session.over.cancel();
+                    return;
+                };
+                match lanes.get_mut(&instance).and_then(VecDeque::pop_front) {
+                    Some(event) => working.push(start(event)),
+                    None => {
+                        lanes.remove(&instance);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// One event until it is committed or the session is over. Gives back the Instance's id.
+async fn take_in(session: Arc<Session>, ingest: Arc<dyn EventIngest>, event: InstanceEvent) -> String {
+    let instance = event.instance_id.clone();
+    let seq = event.seq;
+    let mut pause = FIRST_PAUSE;
+    while let Err(retry) = ingest.ingest(&session.node, session.incarnation, event.clone()).await {
+        tracing::warn!(node = %session.node, instance, seq, %retry, "failed to take an event in, trying again");
+        metrics::counter!("kibotos_event_retries_total").increment(1);
+        tokio::select! {
+            () = session.over.cancelled() => return instance,
+            () = tokio::time::sleep(pause) => pause = (pause * 2).min(LONGEST_PAUSE),
+        }
+    }
+    metrics::counter!("kibotos_events_total").increment(1);
+    session.send(to_node::Message::EventAck(v1::EventAck { instance_id: instance.clone(), seq }));
+    instance
+}

@@ -1,0 +1,179 @@
+//! Opens sessions: reads, decides, commits, and only then enters the session into the registry.
+
+use std::sync::Arc;
+
+use kibo_crds::{Incarnation, Node, NodeId, node::NodeStatus};
+use kibo_protocol::v1::{self, SessionRefusal};
+use kube::{Api, api::ListParams};
+use tokio::sync::mpsc;
+
+use super::{
+    hello::{Decision, Existing, Hello, Observed, decide},
+    hooks::{DesiredSet, EventIngest, StreamAcceptor},
+    live::{NewSession, Session},
+};
+use crate::{
+    guarded::{self, WriteError},
+    node::{NodeControl, Refused, compute_status, effective_settings},
+};
+
+/// Attempts to commit a session while others write the Node.
+const ATTEMPTS: usize = 8;
+
+/// What the session server needs while this process leads.
+pub struct Leading {
+    pub nodes: Arc<NodeControl>,
+    pub desired: Arc<dyn DesiredSet>,
+    pub events: Arc<dyn EventIngest>,
+    pub streams: Arc<dyn StreamAcceptor>,
+}
+
+/// A committed session that is in the registry.
+pub struct Opened {
+    pub session: Arc<Session>,
+    /// What is queued for the node.
+    pub queue: mpsc::Receiver<v1::ToNode>,
+    /// Revision of the control plane that this session's commit made at least.
+    pub revision: u64,
+}
+
+/// A session that does not come about, as the node is told.
+#[derive(Clone, Debug)]
+pub struct Refusal {
+    pub reason: SessionRefusal,
+    pub message: String,
+}
+
+impl Refusal {
+    pub fn new(reason: SessionRefusal, message: impl Into<String>) -> Self {
+        Self { reason, message: message.into() }
+    }
+}
+
+/// A resourceVersion as the number that it is with etcd; `None` with a store that numbers otherwise.
+pub fn revision_of(resource_version: Option<&str>) -> Option<u64> {
+    resource_version?.parse().ok()
+}
+
+/// A quorum read of one Node, and the revision of the whole control plane at that moment. A list by name
+/// costs the API server what a get costs, and its resourceVersion is that of the store.
+pub async fn read_node(api: &Api<Node>, id: &NodeId) -> Result<(Option<Node>, Option<u64>), kube::Error> {
+    let list = api.list(&ListParams::default().fields(&format!("metadata.name={id}"))).await?;
+    let revision = revision_of(list.metadata.resource_version.as_deref());
+    Ok((list.items.into_iter().next(), revision))
+}
+
+/// One Hello of a node at a time; everything in here is read after the Hello came.
+pub async fn open(leading: &Leading, hello: &Hello) -> Result<Opened, Refusal> {
+    let ctx = &leading.nodes.ctx;
+    let lock = ctx.registry.opening(&hello.node);
+    let _one_at_a_time = lock.lock().await;
+    for _ in 0..ATTEMPTS {
+        let (node, revision) = read_node(&leading.nodes.api(), &hello.node).await.map_err(|error| {
+            Refusal::new(SessionRefusal::NotLeader, format!("the API server does not answer, try again: {error}"))
+        })?;
+        let existing = ctx.registry.get(&hello.node);
+        let decision = decide(
+            hello,
+            Observed {
+                node: node.as_ref(),
+                existing: existing
+                    .as_ref()
+                    .map(|session| Existing { boot_id: &session.boot_id, incarnation: session.incarnation }),
+                cluster_id: &ctx.cluster_id,
+                term: ctx.term,
+                revision,
+            },
+        );
+        let (incarnation, minted) = match decision {
+            Decision::Refuse { reason, message } => return Err(refused(leading, hello, reason, message)),
+            Decision::Admit { incarnation, minted, .. } => (incarnation, minted),
+        };
+        let Some(node) = node else { continue };
+        if let Some(old) = existing {
+            ctx.registry.remove(&old);
+            old.end(SessionRefusal::Replaced, "a newer session of the same life took over");
+        }
+        if let Some(opened) = commit(leading, hello, &node, revision, incarnation, minted).await? {
+            return Ok(opened);
+        }
+    }
+    Err(Refusal::new(SessionRefusal::NotLeader, format!("Node {} changes too often, try again", hello.node)))
+}
+
+/// Writes the session and enters it. `None`: somebody else wrote the Node first (an isolation, perhaps).
+async fn commit(
+    leading: &Leading,
+    hello: &Hello,
+    node: &Node,
+    revision: Option<u64>,
+    incarnation: Incarnation,
+    minted: bool,
+) -> Result<Option<Opened>, Refusal> {
+    let ctx = &leading.nodes.ctx;
+    let (session, queue) = Session::new(NewSession {
+        id: ulid::Ulid::new().to_string().to_ascii_lowercase(),
+        node: hello.node.clone(),
+        incarnation,
+        boot_id: hello.boot_id.clone(),
+        version: hello.version.clone(),
+        term: ctx.term,
+        capacity: hello.capacity,
+        labels: labels_of(hello, node),
+        pools: hello.pools.clone(),
+        settings: effective_settings(&node.spec, &ctx.overcommit.get()),
+        settings_revision: revision.unwrap_or_default() + 1,
+    });
+    let status = status_with(leading, node, &session);
+    let committed = match guarded::replace_status(&leading.nodes.api(), node, status, ctx.term).await {
+        Ok(committed) => committed,
+        Err(WriteError::Conflict { .. } | WriteError::Gone { .. }) => return Ok(None),
+        Err(error) => {
+            tracing::error!(node = %hello.node, %error, "failed to commit a session");
+            return Err(Refusal::new(SessionRefusal::NotLeader, format!("try again: {error}")));
+        }
+    };
+    ctx.nodes.observe(&committed);
+    if minted {
+        leading.desired.incarnation_began(&hello.node, incarnation).await;
+    }
+    let session = Arc::new(session);
+    ctx.registry.insert(session.clone());
+    ctx.nodes.touch(&hello.node);
+    let committed_at = revision_of(committed.metadata.resource_version.as_deref());
+    tracing::info!(node = %hello.node, session = session.id, %incarnation, minted, version = hello.version, "session opened");
+    Ok(Some(Opened { session, queue, revision: committed_at.max(revision).unwrap_or_default() }))
+}
+
+/// The status that the commit writes: this session is the node's.
+fn status_with(leading: &Leading, node: &Node, session: &Session) -> NodeStatus {
+    let mut node = node.clone();
+    node.status.get_or_insert_default().incarnation = Some(session.incarnation);
+    let observed = leading.nodes.observe(&session.node, &node);
+    compute_status(&crate::node::Observed { live: Some(session.view()), refused: None, orphaned: false, ..observed })
+}
+
+/// The host's labels under those that people gave the Node.
+fn labels_of(hello: &Hello, node: &Node) -> std::collections::BTreeMap<String, String> {
+    let mut labels = hello.labels.clone();
+    labels.extend(node.metadata.labels.clone().unwrap_or_default());
+    labels
+}
+
+/// Who shows a wrong key is not the node, and writes nothing into its conditions.
+fn refused(leading: &Leading, hello: &Hello, reason: SessionRefusal, message: String) -> Refusal {
+    let shown = match reason {
+        SessionRefusal::Duplicate => Some("DuplicateHost"),
+        SessionRefusal::ControlPlaneWentBack => Some("ControlPlaneWentBack"),
+        SessionRefusal::Isolated => Some("IncarnationEnded"),
+        SessionRefusal::InvalidHello => Some("InvalidHello"),
+        _ => None,
+    };
+    if let Some(shown) = shown {
+        let ctx = &leading.nodes.ctx;
+        let duplicate = reason == SessionRefusal::Duplicate;
+        ctx.registry.note_refusal(&hello.node, Refused { reason: shown, message: message.clone(), duplicate });
+        ctx.nodes.touch(&hello.node);
+    }
+    Refusal::new(reason, message)
+}

@@ -1,0 +1,296 @@
+//! One session from its first message to its end.
+
+use std::{sync::Arc, time::Duration};
+
+use kibo_crds::{Incarnation, InstanceId};
+use kibo_protocol::v1::{self, FromNode, SessionRefusal, ToNode, from_node, to_node};
+use rand::Rng as _;
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tonic::{Status, Streaming};
+
+use super::{
+    hello::{Hello, Running, declared_pools},
+    lanes,
+    live::{OfferAnswer, Session},
+    open::{Leading, Opened, Refusal, open, read_node},
+};
+use crate::{
+    guarded::{self, WriteError},
+    node::compute_status,
+};
+
+/// A node confirms settings as soon as its admission uses them.
+const CONFIRMED_WITHIN: Duration = Duration::from_secs(5);
+/// Events that wait to be taken in; the node keeps them all until they are acked.
+const EVENT_QUEUE: usize = 4096;
+/// Attempts to compute the desired set before the session is given up.
+const DESIRED_ATTEMPTS: u32 = 5;
+
+/// The way to the node.
+pub type Wire = mpsc::Sender<Result<ToNode, Status>>;
+
+/// Tells the node why there is no session. A term that is lower than one that it obeyed goes unheard.
+pub async fn refuse(wire: &Wire, term: u64, refusal: Refusal) {
+    metrics::counter!("kibotos_sessions_refused_total", "reason" => refusal.reason.as_str_name()).increment(1);
+    let refused = v1::SessionRefused { reason: refusal.reason.into(), message: refusal.message };
+    // A node that is gone needs no answer.
+    let _ = wire.send(Ok(ToNode { term, message: Some(to_node::Message::Refused(refused)) })).await;
+}
+
+/// Opens the session and serves it until either side ends it.
+pub async fn serve(
+    leading: Arc<Leading>,
+    hello: Hello,
+    inbound: Streaming<FromNode>,
+    wire: Wire,
+    in_flight: OwnedSemaphorePermit,
+) {
+    let term = leading.nodes.ctx.term.0;
+    let opened = match open(&leading, &hello).await {
+        Ok(opened) => opened,
+        Err(refusal) => {
+            tracing::warn!(node = %hello.node, reason = refusal.reason.as_str_name(), message = refusal.message, "session refused");
+            return refuse(&wire, term, refusal).await;
+        }
+    };
+    let session = opened.session.clone();
+    metrics::gauge!("kibotos_sessions").increment(1);
+    let acknowledged = acknowledge(&leading, &opened, &wire).await;
+    drop(in_flight);
+    if let Some(desired) = acknowledged {
+        let writer = tokio::spawn(write(session.clone(), opened.queue, wire));
+        tokio::spawn(tear_down_strangers(leading.clone(), session.clone(), hello.instances, desired));
+        leading.nodes.ctx.registry.notify();
+        read(&leading, &session, inbound).await;
+        end(&leading, &session);
+        // Its last words.
+        let _ = tokio::time::timeout(Duration::from_secs(2), writer).await;
+    } else {
+        end(&leading, &session);
+    }
+    metrics::gauge!("kibotos_sessions").decrement(1);
+    mark_ended(&leading, &session).await;
+}
+
+/// Sends the HelloAck before anything else. Gives back the Instances that are to run.
+async fn acknowledge(leading: &Leading, opened: &Opened, wire: &Wire) -> Option<Vec<String>> {
+    let session = &opened.session;
+    let desired = desired(leading, session).await?;
+    let instances = desired.iter().filter_map(|desired| Some(desired.launch.as_ref()?.instance_id.clone())).collect();
+    let ack = v1::HelloAck {
+        session_id: session.id.clone(),
+        incarnation: session.incarnation.0,
+        cluster_id: leading.nodes.ctx.cluster_id.clone(),
+        revision: opened.revision,
+        settings: Some(session.acknowledge()),
+        desired,
+    };
+    let message = ToNode { term: session.term.0, message: Some(to_node::Message::HelloAck(ack)) };
+    wire.send(Ok(message)).await.ok()?;
+    Some(instances)
+}
+
+async fn desired(leading: &Leading, session: &Session) -> Option<Vec<v1::Desired>> {
+    for attempt in 1..=DESIRED_ATTEMPTS {
+        match leading.desired.desired(&session.node, session.incarnation).await {
+            Ok(desired) => return Some(desired),
+            Err(retry) => tracing::warn!(node = %session.node, %retry, attempt, "failed to compute the desired set"),
+        }
+        tokio::select! {
+            () = session.over.cancelled() => return None,
+            () = tokio::time::sleep(Duration::from_millis(200) * attempt) => {}
+        }
+    }
+    None
+}
+
+/// Passes on what is queued; the reason of an end goes last.
+async fn write(session: Arc<Session>, mut queue: mpsc::Receiver<ToNode>, wire: Wire) {
+    loop {
+        let message = tokio::select! {
+            biased;
+            () = session.over.cancelled() => break,
+            message = queue.recv() => message,
+        };
+        let Some(message) = message else { break };
+        if wire.send(Ok(message)).await.is_err() {
+            session.over.cancel();
+            break;
+        }
+    }
+    if let Some(ending) = session.ending() {
+        refuse(&wire, session.term.0, Refusal::new(ending.reason, ending.message)).await;
+    }
+}
+
+/// Takes in what the node says, until the session is over.
+async fn read(leading: &Arc<Leading>, session: &Arc<Session>, mut inbound: Streaming<FromNode>) {
+    let ctx = &leading.nodes.ctx;
+    let (events, queue) = mpsc::channel(EVENT_QUEUE);
+    tokio::spawn(lanes::run(session.clone(), leading.events.clone(), ctx.tasks.clone(), queue));
+    // Not all nodes in the same moment, when one change of the policy went unconfirmed.
+    let confirmed_within = CONFIRMED_WITHIN + Duration::from_millis(rand::rng().random_range(0..1000));
+    let mut tick = tokio::time::interval(Duration::from_secs(1));
+    loop {
+        tokio::select! {
+            () = session.over.cancelled() => return,
+            () = ctx.stop.cancelled() => {
+                session.end(SessionRefusal::NotLeader, "this operator leads no more: come back soon");
+                return;
+            }
+            _ = tick.tick() => {
+                if session.unconfirmed_for().is_some_and(|waited| waited > confirmed_within) {
+                    tracing::warn!(node = %session.node, session = session.id, "the node did not confirm its settings: the session ends and they are sent again with the next one");
+                    return;
+                }
+            }
+            message = inbound.message() => match message {
+                Ok(Some(FromNode { message: Some(message) })) => {
+                    if !ctx.registry.is_current(session) {
+                        return;
+                    }
+                    handle(leading, session, &events, message).await;
+                }
+                Ok(Some(FromNode { message: None })) => {
+                    tracing::debug!(node = %session.node, "a message of a kind that this operator does not know");
+                }
+                Ok(None) => return,
+                Err(status) => {
+                    tracing::info!(node = %session.node, session = session.id, error = status.message(), "the connection of a session broke");
+                    return;
+                }
+            }
+        }
+    }
+}
+
+async fn handle(
+    leading: &Leading,
+    session: &Session,
+    events: &mpsc::Sender<v1::InstanceEvent>,
+    message: from_node::Message,
+) {
+    let ctx = &leading.nodes.ctx;
+    session.state().heard_at = std::time::Instant::now();
+    match message {
+        from_node::Message::Hello(_) => {
+            tracing::warn!(node = %session.node, "a second hello in one session is ignored");
+        }
+        from_node::Message::Accept(accept) => {
+            session.answer_offer(&accept.offer_id, OfferAnswer::Accepted);
+        }
+        from_node::Message::Refuse(refuse) => {
+            let answer = OfferAnswer::Refused { reason: refuse.reason(), message: refuse.message };
+            session.answer_offer(&refuse.offer_id, answer);
+        }
+        from_node::Message::Events(batch) => {
+            for event in batch.events {
+                // Ends with the session; the node sends what was not acked again.
+                let _ = events.send(event).await;
+            }
+        }
+        from_node::Message::Report(report) => match declared_pools(&report.pools) {
+            Ok(pools) => {
+                if session.take_report(report, pools) {
+                    ctx.registry.notify();
+                }
+                ctx.nodes.touch(&session.node);
+            }
+            Err(error) => tracing::warn!(node = %session.node, %error, "a report is ignored"),
+        },
+        from_node::Message::SettingsApplied(applied) => {
+            if session.confirm_settings(applied.revision) {
+                ctx.registry.notify();
+                ctx.nodes.touch(&session.node);
+            }
+        }
+        from_node::Message::ObjectResult(result) => {
+            if !session.answer_command(result) {
+                tracing::debug!(node = %session.node, "the result of a command that nobody waits for any more");
+            }
+        }
+        from_node::Message::StreamRefused(refused) => leading.streams.refused(&session.node, refused),
+    }
+}
+
+/// In this order: out of the registry, closed; `alive=false` comes after it.
+fn end(leading: &Leading, session: &Session) {
+    leading.nodes.ctx.registry.remove(session);
+    session.close();
+    leading.streams.session_ended(&session.node);
+    tracing::info!(node = %session.node, session = session.id, "session ended");
+}
+
+/// Writes that the session is over, unless a newer one took its place or a newer leader does it.
+async fn mark_ended(leading: &Leading, session: &Session) {
+    let ctx = &leading.nodes.ctx;
+    let api = leading.nodes.api();
+    let mut pause = Duration::from_millis(50);
+    while !ctx.stop.is_cancelled() {
+        if let Ok((node, _)) = read_node(&api, &session.node).await {
+            let Some(node) = node else { return };
+            let stored = node.status.as_ref().and_then(|status| status.session.as_ref());
+            if stored.is_none_or(|stored| stored.id != session.id || !stored.alive) {
+                return;
+            }
+            let observed = leading.nodes.observe(&session.node, &node);
+            let status = compute_status(&crate::node::Observed { live: None, orphaned: true, ..observed });
+            match guarded::replace_status(&api, &node, status, ctx.term).await {
+                Ok(_) | Err(WriteError::StaleTerm { .. } | WriteError::Gone { .. } | WriteError::Refused { .. }) => {
+                    return;
+                }
+                Err(WriteError::Conflict { .. } | WriteError::Unknown { .. }) => {}
+            }
+        }
+        tokio::select! {
+            () = ctx.stop.cancelled() => return,
+            () = tokio::time::sleep(pause) => pause = (pause * 2).min(Duration::from_secs(5)),
+        }
+    }
+}
+
+/// What runs on the node and is not in its desired set is torn down, once a quorum read of that one
+/// Workspace proves that it does not belong there.
+async fn tear_down_strangers(
+    leading: Arc<Leading>,
+    session: Arc<Session>,
+    running: Vec<Running>,
+    desired: Vec<String>,
+) {
+    let is_stranger = |running: &Running| !running.ended && !desired.contains(&running.instance.to_string());
+    for stranger in running.into_iter().filter(is_stranger) {
+        if !is_proven_absent(&leading, &session, session.incarnation, stranger.instance, &stranger.workspace_uid).await
+        {
+            continue;
+        }
+        tracing::warn!(node = %session.node, instance = %stranger.instance, workspace_uid = stranger.workspace_uid, "the node runs an Instance that no Workspace holds: it is torn down");
+        metrics::counter!("kibotos_tear_downs_total").increment(1);
+        session.send(to_node::Message::TearDown(v1::TearDown {
+            instance_id: stranger.instance.to_string(),
+            reason: "no Workspace holds this Instance as its execution on this node".to_owned(),
+        }));
+    }
+}
+
+/// Asks until there is an answer or the session is over.
+async fn is_proven_absent(
+    leading: &Leading,
+    session: &Session,
+    incarnation: Incarnation,
+    instance: InstanceId,
+    workspace_uid: &str,
+) -> bool {
+    let mut pause = Duration::from_millis(200);
+    loop {
+        match leading.desired.proves_absent(&session.node, incarnation, instance, workspace_uid).await {
+            Ok(absent) => return absent,
+            Err(retry) => {
+                tracing::warn!(node = %session.node, %instance, %retry, "cannot prove yet whether an Instance belongs to the node")
+            }
+        }
+        tokio::select! {
+            () = session.over.cancelled() => return false,
+            () = tokio::time::sleep(pause) => pause = (pause * 2).min(Duration::from_secs(10)),
+        }
+    }
+}

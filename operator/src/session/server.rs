@@ -1,0 +1,174 @@
+//! The gRPC service that nodes dial. Every replica listens; only the leader opens sessions.
+
+use std::{
+    net::SocketAddr,
+    pin::Pin,
+    sync::{
+        Arc, RwLock,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use futures::Stream;
+use kibo_protocol::v1::{
+    self, FromNode, SessionRefusal, StreamFromNode, StreamToNode, ToNode, from_node,
+    node_control_server::{NodeControl, NodeControlServer},
+};
+use tokio::sync::{Semaphore, mpsc};
+use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
+use tokio_util::sync::CancellationToken;
+use tonic::{
+    Request, Response, Status, Streaming,
+    transport::{Identity, Server, ServerTlsConfig},
+};
+
+use super::{
+    enroll,
+    hello::Hello,
+    open::{Leading, Refusal},
+    serve::{self, Wire},
+};
+use crate::tls::Serving;
+
+/// The first message of a session, and of a stream, comes within this time.
+const FIRST_MESSAGE_WITHIN: Duration = Duration::from_secs(5);
+const HANDSHAKE_WITHIN: Duration = Duration::from_secs(5);
+/// A connection that is silent this long is asked for a sign of life, and closed without one.
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
+const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(5);
+/// After a change of leader everybody comes at once; the others wait in line.
+const HELLOS_IN_FLIGHT: usize = 32;
+/// Messages between the queue of a session and its connection.
+const WIRE: usize = 64;
+/// A Hello lists everything that a node has; 100,000 Instances fit.
+const LARGEST_MESSAGE: usize = 16 << 20;
+
+#[derive(Debug, thiserror::Error)]
+pub enum ServerError {
+    #[error("failed to listen on {address} for --session-listen: {source}")]
+    Listen { address: SocketAddr, source: std::io::Error },
+    #[error("failed to serve control sessions: {0}")]
+    Serve(#[from] tonic::transport::Error),
+}
+
+/// The service; cheap to clone.
+#[derive(Clone)]
+pub struct SessionServer {
+    leading: Arc<RwLock<Option<Arc<Leading>>>>,
+    observed_term: Arc<AtomicU64>,
+    hellos: Arc<Semaphore>,
+}
+
+impl SessionServer {
+    /// A server that refuses everybody until [`SessionServer::lead`].
+    pub fn new(observed_term: Arc<AtomicU64>) -> Self {
+        Self { leading: Arc::default(), observed_term, hellos: Arc::new(Semaphore::new(HELLOS_IN_FLIGHT)) }
+    }
+
+    /// From now on sessions are opened.
+    pub fn lead(&self, leading: Arc<Leading>) {
+        *self.leading.write().expect("no holder of this lock panics") = Some(leading);
+    }
+
+    /// From now on they are refused again.
+    pub fn resign(&self) {
+        *self.leading.write().expect("no holder of this lock panics") = None;
+    }
+
+    fn leading(&self) -> Option<Arc<Leading>> {
+        self.leading.read().expect("no holder of this lock panics").clone()
+    }
+
+    fn leading_or_unavailable(&self) -> Result<Arc<Leading>, Status> {
+        self.leading().ok_or_else(|| Status::unavailable("this operator is not the leader: come back soon"))
+    }
+
+    /// Listens and serves until `stop`.
+    pub async fn listen(
+        self,
+        address: SocketAddr,
+        serving: &Serving,
+        stop: CancellationToken,
+    ) -> Result<impl Future<Output = Result<(), ServerError>> + use<>, ServerError> {
+        let listener =
+            tokio::net::TcpListener::bind(address).await.map_err(|source| ServerError::Listen { address, source })?;
+        let identity = Identity::from_pem(&serving.chain_pem, &serving.key_pem);
+        let tls = ServerTlsConfig::new().identity(identity).timeout(HANDSHAKE_WITHIN);
+        let service = NodeControlServer::new(self).max_decoding_message_size(LARGEST_MESSAGE);
+        let router = Server::builder()
+            .tls_config(tls)?
+            .tcp_nodelay(true)
+            .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
+            .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
+            .add_service(service);
+        let incoming = TcpListenerStream::new(listener);
+        Ok(async move { Ok(router.serve_with_incoming_shutdown(incoming, stop.cancelled_owned()).await?) })
+    }
+
+    async fn run(self, mut inbound: Streaming<FromNode>, wire: Wire) {
+        let term = self.observed_term.load(Ordering::Relaxed);
+        let first = tokio::time::timeout(FIRST_MESSAGE_WITHIN, inbound.message()).await;
+        let hello = match first {
+            Ok(Ok(Some(FromNode { message: Some(from_node::Message::Hello(hello)) }))) => hello,
+            Ok(Ok(None) | Err(_)) => return,
+            Ok(Ok(Some(_))) | Err(_) => {
+                let message = "the first message of a session must be a hello, within 5 s";
+                return serve::refuse(&wire, term, Refusal::new(SessionRefusal::InvalidHello, message)).await;
+            }
+        };
+        let hello = match Hello::try_from(hello) {
+            Ok(hello) => hello,
+            Err(error) => {
+                tracing::warn!(%error, "session refused");
+                let refusal = Refusal::new(SessionRefusal::InvalidHello, error.to_string());
+                return serve::refuse(&wire, term, refusal).await;
+            }
+        };
+        // Nothing closes the semaphore.
+        let Ok(permit) = self.hellos.clone().acquire_owned().await else { return };
+        let Some(leading) = self.leading() else {
+            let message = "this operator is not the leader: come back soon";
+            return serve::refuse(&wire, term, Refusal::new(SessionRefusal::NotLeader, message)).await;
+        };
+        serve::serve(leading, hello, inbound, wire, permit).await;
+    }
+}
+
+type Outbound<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl NodeControl for SessionServer {
+    async fn enroll(&self, request: Request<v1::EnrollRequest>) -> Result<Response<v1::EnrollResponse>, Status> {
+        let leading = self.leading_or_unavailable()?;
+        enroll::enroll(&leading, request.into_inner()).await.map(Response::new)
+    }
+
+    type SessionStream = Outbound<ToNode>;
+
+    async fn session(&self, request: Request<Streaming<FromNode>>) -> Result<Response<Self::SessionStream>, Status> {
+        let (wire, outbound) = mpsc::channel(WIRE);
+        tokio::spawn(self.clone().run(request.into_inner(), wire));
+        Ok(Response::new(Box::pin(ReceiverStream::new(outbound))))
+    }
+
+    type AttachStream = Outbound<StreamToNode>;
+
+    async fn attach(
+        &self,
+        request: Request<Streaming<StreamFromNode>>,
+    ) -> Result<Response<Self::AttachStream>, Status> {
+        let leading = self.leading_or_unavailable()?;
+        let mut inbound = request.into_inner();
+        let first = tokio::time::timeout(FIRST_MESSAGE_WITHIN, inbound.message()).await;
+        let hello = match first {
+            Ok(Ok(Some(StreamFromNode { frame: Some(v1::stream_from_node::Frame::Hello(hello)) }))) => hello,
+            Ok(Err(status)) => return Err(status),
+            Ok(Ok(_)) | Err(_) => {
+                return Err(Status::invalid_argument("the first frame of a stream must be its hello, within 5 s"));
+            }
+        };
+        let outbound = leading.streams.attach(hello, inbound).await?;
+        Ok(Response::new(outbound))
+    }
+}

@@ -1,0 +1,162 @@
+//! What is true of a StoragePool, computed from the Nodes that declare it. Pure.
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kibo_crds::{
+    ConditionType, Node, NodeId, StoragePool, condition,
+    node::{Admission, NodePool},
+    set_condition,
+    storage_pool::{PoolMember, StoragePoolStatus},
+};
+
+use crate::session::hooks::PoolUsage;
+
+/// A Node that declares the pool.
+#[derive(Clone, Debug)]
+pub struct Declaration<'a> {
+    pub node: NodeId,
+    pub pool: &'a NodePool,
+    /// The node has a live session, so what it said is of now.
+    pub alive: bool,
+}
+
+/// The declaration of `id` by a node that is a member of the cluster.
+pub fn declaration<'a>(node: &'a Node, id: &str) -> Option<Declaration<'a>> {
+    let status = node.status.as_ref()?;
+    if status.admission != Some(Admission::Admitted) {
+        return None;
+    }
+    Some(Declaration {
+        node: node.metadata.name.as_deref()?.parse().ok()?,
+        pool: status.pools.iter().find(|pool| pool.id.as_str() == id)?,
+        alive: status.session.as_ref().is_some_and(|session| session.alive),
+    })
+}
+
+/// `declarations` in the order of the nodes' names.
+pub fn compute(
+    pool: &StoragePool,
+    declarations: &[Declaration<'_>],
+    usage: PoolUsage,
+    now: &Time,
+) -> StoragePoolStatus {
+    let mut status = pool.status.clone().unwrap_or_default();
+    let generation = pool.metadata.generation;
+    status.observed_generation = generation;
+    if status.uid.is_none() {
+        status.uid = declarations.iter().map(|d| &d.pool.uid).find(|uid| !uid.is_empty()).cloned();
+    }
+    let is_member = |declaration: &&Declaration<'_>| status.uid.as_deref() == Some(&declaration.pool.uid);
+    let members: Vec<_> = declarations.iter().filter(is_member).collect();
+    let strangers: Vec<_> =
+        declarations.iter().filter(|d| !is_member(d) && !d.pool.uid.is_empty()).map(|d| d.node.to_string()).collect();
+    let reached: Vec<_> = members.iter().filter(|member| member.pool.available && member.alive).collect();
+    let (ready, conflict) = (ready(members.len(), reached.len()), conflict(pool, &strangers));
+    status.members = members
+        .iter()
+        .map(|member| PoolMember { node: member.node.clone(), available: member.pool.available && member.alive })
+        .collect();
+    // All members see one file system; when their readings differ by their age, the smaller one counts.
+    if !reached.is_empty() {
+        status.capacity = reached.iter().filter_map(|member| member.pool.capacity).max().map(|bytes| bytes.to_string());
+        status.free = reached.iter().filter_map(|member| member.pool.free).min().map(|bytes| bytes.to_string());
+    }
+    status.allocated = Some(usage.allocated);
+    status.objects = Some(usage.objects);
+    for (kind, (value, reason, message)) in [(ConditionType::Ready, ready), (ConditionType::MarkerConflict, conflict)] {
+        set_condition(&mut status.conditions, condition(kind, Some(value), reason, &message, generation, now));
+    }
+    status
+}
+
+fn ready(members: usize, reached: usize) -> (bool, &'static str, String) {
+    if members == 0 {
+        (false, "NoMembers", "no admitted node declares this pool".to_owned())
+    } else if reached == 0 {
+        (false, "OutOfReach", "none of the member nodes reaches the pool now".to_owned())
+    } else {
+        (true, "Available", format!("{reached} of {members} member nodes reach the pool"))
+    }
+}
+
+fn conflict(pool: &StoragePool, strangers: &[String]) -> (bool, &'static str, String) {
+    let name = pool.metadata.name.as_deref().unwrap_or_default();
+    if strangers.is_empty() {
+        return (false, "OneMarker", "all nodes that declare this pool mean the same one".to_owned());
+    }
+    let nodes = strangers.iter().take(16).map(String::as_str).collect::<Vec<_>>().join(", ");
+    let message = format!(
+        "these nodes have a directory with another marker under the id {name} and are no members: {nodes}; give their pool an id of its own, or mount the right file system there"
+    );
+    (true, "AnotherMarker", message)
+}
+
+/// Whether more differs than readings that move all the time.
+pub fn is_more_than_readings(old: Option<&StoragePoolStatus>, new: &StoragePoolStatus) -> bool {
+    let Some(old) = old else { return true };
+    let mut same = new.clone();
+    same.free.clone_from(&old.free);
+    same.allocated.clone_from(&old.allocated);
+    same.objects = old.objects;
+    same != *old
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::jiff::Timestamp;
+    use kibo_crds::{Bytes, storage_pool::StoragePoolSpec};
+
+    use super::*;
+
+    fn declared(uid: &str, available: bool, free: u64) -> NodePool {
+        NodePool {
+            id: "shared".parse().unwrap(),
+            uid: uid.into(),
+            default: false,
+            available,
+            capacity: Some(Bytes(100)),
+            free: Some(Bytes(free)),
+        }
+    }
+
+    fn condition_of(status: &StoragePoolStatus, kind: ConditionType) -> (&str, &str) {
+        let found = status.conditions.iter().find(|c| c.type_ == kind.to_string()).unwrap();
+        (&found.status, &found.reason)
+    }
+
+    #[test]
+    fn another_marker_is_no_member_and_is_named() {
+        let pools =
+            [declared("u1", true, 50), declared("u2", true, 10), declared("u1", true, 40), declared("", false, 0)];
+        let declarations: Vec<_> = pools
+            .iter()
+            .enumerate()
+            .map(|(i, pool)| Declaration { node: format!("node-{i}").parse().unwrap(), pool, alive: i != 2 })
+            .collect();
+        let now = Time(Timestamp::from_second(1).unwrap());
+        let mut pool = StoragePool::new("shared", StoragePoolSpec::default());
+        let status = compute(&pool, &declarations, PoolUsage::default(), &now);
+        assert_eq!(status.uid.as_deref(), Some("u1"));
+        let members: Vec<_> = status.members.iter().map(|m| (m.node.as_str(), m.available)).collect();
+        assert_eq!(members, [("node-0", true), ("node-2", false)]);
+        assert_eq!(status.free.as_deref(), Some("50"));
+        assert_eq!(condition_of(&status, ConditionType::Ready), ("True", "Available"));
+        assert_eq!(condition_of(&status, ConditionType::MarkerConflict), ("True", "AnotherMarker"));
+        assert!(status.conditions.iter().any(|c| c.message.contains("node-1")));
+
+        // The marker of the first stays, also when only others are left.
+        pool.status = Some(status);
+        let status = compute(&pool, &declarations[1..2], PoolUsage::default(), &now);
+        assert_eq!(status.uid.as_deref(), Some("u1"));
+        assert_eq!(condition_of(&status, ConditionType::Ready), ("False", "NoMembers"));
+    }
+
+    #[test]
+    fn free_space_alone_is_a_reading() {
+        let pool = StoragePool::new("shared", StoragePoolSpec::default());
+        let now = Time(Timestamp::from_second(1).unwrap());
+        let status = compute(&pool, &[], PoolUsage::default(), &now);
+        let used = compute(&pool, &[], PoolUsage { allocated: Bytes(1), objects: 1 }, &now);
+        assert!(is_more_than_readings(None, &status));
+        assert!(!is_more_than_readings(Some(&status), &used));
+    }
+}
