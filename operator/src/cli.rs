@@ -9,6 +9,8 @@ use std::{
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kibo_crds::Bytes;
 
+use crate::placement::Strategy;
+
 /// Reconciles Kibotos resources and speaks with the nodes.
 #[derive(Debug, Parser)]
 #[command(name = "kibo-operator", version)]
@@ -55,6 +57,12 @@ pub struct Run {
     /// What each VM needs beyond its guest's memory; counts in the allocation
     #[arg(long, value_name = "QUANTITY", default_value = "64Mi", value_parser = parse_bytes)]
     pub vm_overhead: Bytes,
+    /// Where a Workspace goes among the nodes that could take it
+    #[arg(long, value_enum, default_value_t = Strategy::Spread)]
+    pub placement: Strategy,
+    /// How many days the record of a deleted Workspace is kept
+    #[arg(long, value_name = "DAYS", default_value_t = 30, value_parser = clap::value_parser!(u16).range(1..=3650))]
+    pub tombstone_days: u16,
     /// How long a leader that fell silent stays the leader
     #[arg(long, env = "KIBOTOS_LEASE_SECONDS", value_name = "SECONDS", default_value_t = 15, value_parser = clap::value_parser!(u16).range(3..=300))]
     pub lease_seconds: u16,
@@ -64,6 +72,10 @@ pub struct Run {
 }
 
 impl Run {
+    pub fn tombstone_ttl(&self) -> Duration {
+        Duration::from_secs(u64::from(self.tombstone_days) * 24 * 3600)
+    }
+
     pub fn lease_duration(&self) -> Duration {
         Duration::from_secs(self.lease_seconds.into())
     }

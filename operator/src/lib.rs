@@ -18,6 +18,7 @@ pub mod overcommit;
 pub mod placement;
 pub mod queue;
 pub mod right;
+pub mod run;
 pub mod session;
 pub mod storage_pool;
 pub mod streams;
