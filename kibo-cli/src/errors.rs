@@ -233,7 +233,7 @@ fn not_found(status: &Status, subject: &Subject) -> Error {
             .next(format!("see what there is: {}", subject.list_command())),
         _ => {
             Error::new(Kind::Unavailable, format!("{subject}: the cluster does not serve this API: {}", status.message))
-                .next("check that Kibotos is installed: kubectl api-resources --api-group kibotos.dev")
+                .next("check that Kibotos is installed and its operator runs: kubectl get apiservices v1alpha1.kibotos.dev v1alpha1.subresources.kibotos.dev")
         }
     }
 }

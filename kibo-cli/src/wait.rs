@@ -99,10 +99,16 @@ where
 
     fn timed_out(&self, last: &str) -> Error {
         let seconds = i64::try_from(self.timeout.as_secs()).unwrap_or(i64::MAX);
-        let last = if last.is_empty() { String::new() } else { format!(" ({last})") };
+        let last = if last.is_empty() { String::new() } else { format!("; last seen: {last}") };
         Error::new(
             Kind::Timeout,
-            format!("{} did not come {} within {}{last}; {}", self.subject, self.goal, span(seconds), self.remains),
+            format!(
+                "timed out after {} waiting for {} {}{last}; {}",
+                span(seconds),
+                self.subject,
+                self.goal,
+                self.remains
+            ),
         )
         .next(format!("go on waiting: {}", self.go_on))
     }

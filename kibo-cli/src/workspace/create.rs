@@ -17,7 +17,7 @@ use super::{
 use crate::{
     cli::{WaitArgs, pair},
     client::Cluster,
-    errors::{Error, Kind, On as _, Result, Subject},
+    errors::{Error, Kind, On as _, Result, Subject, from_status},
     manifest, node,
     output::{Form, OutputArgs, print},
 };
@@ -105,8 +105,13 @@ pub async fn create(cluster: &Cluster, args: Create) -> Result<()> {
     };
     let namespace = workspace.namespace().unwrap_or_else(|| cluster.namespace().to_owned());
     let api: Api<Workspace> = cluster.namespaced(&namespace);
-    check_parts(cluster, &workspace, &namespace).await?;
-    let created = submit(&api, &namespace, &workspace, command_id.as_ref()).await?;
+    // The command is looked up before anything is checked: what it needed may be gone meanwhile.
+    let created = if let Some(found) = before(&api, &namespace, &workspace, command_id.as_ref()).await? {
+        found
+    } else {
+        check_parts(cluster, &workspace, &namespace).await?;
+        submit(&api, &namespace, &workspace, command_id.as_ref()).await?
+    };
     let subject = target::subject(&created);
     if !wait && matches!(form, Form::Text { .. }) {
         return print(&format!("{subject} created; wait for it: {}\n", subject.command("wait")));
@@ -135,33 +140,45 @@ async fn check_parts(cluster: &Cluster, workspace: &Workspace, namespace: &str) 
     }
 }
 
-/// Creates it, or finds what the same command created before.
+/// Creates it, unless the same command did so at the same moment.
 async fn submit(
     api: &Api<Workspace>,
     namespace: &str,
     workspace: &Workspace,
     command_id: Option<&CommandId>,
 ) -> Result<Workspace> {
-    let shown = workspace.metadata.name.clone().or(workspace.metadata.generate_name.clone()).unwrap_or_default();
-    let subject = Subject::namespaced("Workspace", &shown, namespace);
     match api.create(&PostParams::default(), workspace).await {
         Err(kube::Error::Api(status)) if status.is_already_exists() && command_id.is_some() => {
-            let found = api.get(&shown).await.on(&subject)?;
-            let annotation = |workspace: &Workspace, key: &str| workspace.annotations().get(key).cloned();
-            let same = |key: &str| annotation(workspace, key) == annotation(&found, key);
-            if same(COMMAND_ANNOTATION) && same(DIGEST_ANNOTATION) {
-                return Ok(found);
-            }
-            let what = if same(COMMAND_ANNOTATION) {
-                "was created by the same command id with another input"
-            } else {
-                "exists already and was created by another command"
-            };
-            Err(Error::new(Kind::Aborted, format!("{subject} {what}"))
-                .next("choose a new --command-id, or give the input of before"))
+            let found = before(api, namespace, workspace, command_id).await?;
+            found.ok_or_else(|| from_status(&status, &named(workspace, namespace)))
         }
-        answer => answer.on(&subject),
+        answer => answer.on(&named(workspace, namespace)),
     }
+}
+
+/// What the same command created before; an object of that name by another command is refused.
+async fn before(
+    api: &Api<Workspace>,
+    namespace: &str,
+    workspace: &Workspace,
+    command_id: Option<&CommandId>,
+) -> Result<Option<Workspace>> {
+    let (Some(_), Some(name)) = (command_id, workspace.metadata.name.as_deref()) else { return Ok(None) };
+    let subject = named(workspace, namespace);
+    let Some(found) = api.get_opt(name).await.on(&subject)? else { return Ok(None) };
+    let same = |key: &str| workspace.annotations().get(key) == found.annotations().get(key);
+    let what = match (same(COMMAND_ANNOTATION), same(DIGEST_ANNOTATION)) {
+        (true, true) => return Ok(Some(found)),
+        (true, false) => "was created by the same command id with another input",
+        (false, _) => "exists already and was not created by this command",
+    };
+    Err(Error::new(Kind::Aborted, format!("{subject} {what}"))
+        .next("choose a new --command-id, or give the input of before"))
+}
+
+fn named(workspace: &Workspace, namespace: &str) -> Subject {
+    let name = workspace.metadata.name.as_ref().or(workspace.metadata.generate_name.as_ref());
+    Subject::namespaced("Workspace", name.map_or("", String::as_str), namespace)
 }
 
 /// The request that creation makes.

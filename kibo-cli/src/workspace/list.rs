@@ -23,10 +23,10 @@ pub struct List {
     /// Only those with these labels, such as app=web,tier!=test
     #[arg(short = 'l', long, visible_alias = "label", value_name = "LABELS")]
     selector: Option<String>,
-    /// Only those that run on this node
+    /// Only those that run on this node, in all namespaces unless -n is given
     #[arg(long, conflicts_with_all = ["states", "selector"])]
     node: Option<NodeId>,
-    /// Only the one that runs as this Instance (inst-…)
+    /// Only the one that runs as this Instance (inst-…), in any namespace unless -n is given
     #[arg(long, value_name = "ID", conflicts_with_all = ["states", "selector", "node"])]
     instance: Option<InstanceId>,
     #[command(flatten)]
@@ -46,8 +46,9 @@ fn phase(text: &str) -> Result<WorkspacePhase, String> {
 }
 
 pub async fn list(cluster: &Cluster, args: List) -> Result<()> {
-    // Where something runs does not depend on the namespace that the user works in.
-    let everywhere = args.all_namespaces || args.instance.is_some();
+    // What runs on a host does not stop at the namespace that the user works in.
+    let by_place = args.node.is_some() || args.instance.is_some();
+    let everywhere = args.all_namespaces || (by_place && cluster.explicit_namespace.is_none());
     let api: Api<Workspace> =
         if everywhere { Api::all(cluster.client.clone()) } else { cluster.namespaced(cluster.namespace()) };
     if let Some(node) = &args.node {

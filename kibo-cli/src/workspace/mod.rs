@@ -96,7 +96,7 @@ pub struct CommandArgs {
 pub async fn run(cluster: &Cluster, command: Command) -> Result<u8> {
     match command {
         Command::Exec(args) => return stream::exec(cluster, args).await,
-        Command::Create(args) => create::create(cluster, *args).await?,
+        Command::Create(args) => Box::pin(create::create(cluster, *args)).await?,
         Command::Get { workspace, output } => {
             let (workspace, _) = target::fetch(cluster, &workspace).await?;
             let page = view::One::gather(cluster, workspace).await;

@@ -102,17 +102,25 @@ pub async fn finish(
         return present(form, &One::gather(cluster, workspace).await);
     }
     if !waited {
-        let verb = match workspace.power_request().state {
-            PowerState::Running => "start",
-            PowerState::Stopped => "stop",
-        };
-        return print(&format!("{subject}: {verb} requested; wait for it: {}\n", subject.command("wait")));
+        let (verb, awaited) = words(workspace.power_request().state);
+        return print(&format!(
+            "{subject}: {verb} requested; wait for it: {} --for {awaited}\n",
+            subject.command("wait")
+        ));
     }
     let status = workspace.status.unwrap_or_default();
     let state = status.phase.as_ref().map(enum_word).unwrap_or_default();
     let node = status.execution.map(|execution| format!(" on {}", execution.node)).unwrap_or_default();
     let id = status.id.map(|id| format!(" ({id})")).unwrap_or_default();
     print(&format!("{subject} is {state}{node}{id}\n"))
+}
+
+/// The verb for a power state, and the state that it leads to.
+fn words(state: PowerState) -> (&'static str, &'static str) {
+    match state {
+        PowerState::Running => ("start", "available"),
+        PowerState::Stopped => ("stop", "stopped"),
+    }
 }
 
 /// Writes the request, guarded by the version of what was read. A conflict that leaves the spec as it
@@ -196,7 +204,7 @@ pub async fn outcome(
         PowerState::Running => ("to be AVAILABLE", "the start stays requested"),
         PowerState::Stopped => ("to be STOPPED", "the stop stays requested"),
     };
-    let awaited = if request.state == PowerState::Running { "available" } else { "stopped" };
+    let (_, awaited) = words(request.state);
     let go_on = format!("{} --for {awaited}", subject.command("wait"));
     let wait = Wait { api, subject, goal, timeout: cluster.timeout, remains, go_on };
     wait.until(|seen| look(seen, request, subject)).await
@@ -213,8 +221,16 @@ fn look(seen: Option<&Workspace>, request: &PowerRequest, subject: &Subject) -> 
         return Err(failure(subject, request, reason, message));
     }
     let succeeded = record(workspace, request).is_some_and(|record| record.result == CommandResult::Succeeded);
-    let consumed = status.power.as_ref().is_some_and(|power| power.consumed.is_same_request(request));
-    let superseded = workspace.spec.power.as_ref().is_none_or(|current| !current.is_same_request(request));
+    let current = workspace.spec.power.as_ref();
+    // A forced stop in place of a normal one leads to what was waited for.
+    let replaced = current.filter(|current| {
+        request.state == PowerState::Stopped
+            && current.state == PowerState::Stopped
+            && !current.is_same_request(request)
+    });
+    let awaited = replaced.unwrap_or(request);
+    let consumed = status.power.as_ref().is_some_and(|power| power.consumed.is_same_request(awaited));
+    let superseded = current.is_none_or(|current| !current.is_same_request(awaited));
     if !consumed && !succeeded {
         if superseded {
             return Err(Error::new(
@@ -390,6 +406,17 @@ mod tests {
         let workspace = workspace(&other, &json!({ "phase": "Stopping" }));
         assert_eq!(look(Some(&workspace), &mine, &subject()).unwrap_err().kind, Kind::Aborted);
         assert_eq!(look(None, &mine, &subject()).unwrap_err().kind, Kind::FailedPrecondition);
+    }
+
+    #[test]
+    fn a_forced_stop_serves_who_waits_for_the_normal_one() {
+        let (_, mine) = request("Stopped", "mine");
+        let forced = json!({ "state": "Stopped", "requestId": "forced", "stopMode": "Force" });
+        let stopping = workspace(&forced, &json!({ "phase": "Stopping" }));
+        assert!(matches!(look(Some(&stopping), &mine, &subject()), Ok(Look::Waiting(_))));
+        let power = json!({ "consumed": forced, "consumedAt": "2026-01-01T00:00:00Z" });
+        let stopped = workspace(&forced, &json!({ "phase": "Stopped", "power": power }));
+        assert!(matches!(look(Some(&stopped), &mine, &subject()), Ok(Look::Done(_))));
     }
 
     #[test]

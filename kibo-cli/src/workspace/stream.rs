@@ -21,7 +21,7 @@ use super::target;
 use crate::{
     client::{Cluster, duration},
     errors::{Error, Kind, On as _, Result, Subject, from_status},
-    output::words::{enum_word, or_absent},
+    output::words::enum_word,
 };
 
 #[derive(Args, Debug)]
@@ -119,7 +119,7 @@ pub async fn exec(cluster: &Cluster, args: Exec) -> Result<u8> {
 }
 
 fn not_available(subject: &Subject, phase: Option<WorkspacePhase>) -> Error {
-    let state = or_absent(phase.as_ref().map(enum_word));
+    let state = phase.as_ref().map_or_else(|| "not AVAILABLE yet".to_owned(), enum_word);
     let next = match phase {
         Some(WorkspacePhase::Stopped | WorkspacePhase::Failed) => format!("start it: {}", subject.command("start")),
         _ => format!("wait for it: {}", subject.command("wait")),
