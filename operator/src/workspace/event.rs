@@ -94,6 +94,7 @@ pub fn apply(
     now: Time,
 ) -> Outcome {
     let mut draft = Draft::new(workspace, now);
+    let before = draft.status.clone();
     let uid = workspace.metadata.uid.as_deref();
     for state in object_states(event).iter().filter(|state| Some(state.uid.as_str()) == uid) {
         layer_fact(&mut draft.status, node, state.into(), others_reach_layer);
@@ -103,12 +104,11 @@ pub fn apply(
             && execution.node == *node
             && execution.last_seq.0 < event.seq
     });
-    let before = draft.status.clone();
     if is_current {
         take_in(&mut draft, event);
     }
     // A number alone is no reason for a write: without an effect the event may come again.
-    if Some(&before) == workspace.status.as_ref() && before == draft.status {
+    if draft.status == before {
         return Outcome::default();
     }
     if is_current && let Some(execution) = &mut draft.status.execution {
