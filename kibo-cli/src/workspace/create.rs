@@ -8,7 +8,6 @@ use kibo_crds::{
     workspace::{NewVolume, PowerRequest, PowerState, Resources, VolumeBinding, WorkspaceSpec, WritableLayer},
 };
 use kube::{Api, ResourceExt as _, api::PostParams};
-use sha2::{Digest as _, Sha256};
 
 use super::{
     power::{self, Unplaceable},
@@ -252,21 +251,14 @@ fn built(args: Create) -> Result<Workspace> {
 
 /// The name of a Workspace that its creator did not name: the same for the same command.
 fn derived_name(id: &CommandId) -> String {
-    format!("cmd-{}", short_digest(id.as_str().as_bytes()))
-}
-
-/// Eight bytes of a digest in hexadecimal: enough to tell inputs apart, short enough for a name.
-fn short_digest(input: &[u8]) -> String {
-    let mut bytes = [0; 8];
-    bytes.copy_from_slice(&Sha256::digest(input)[..8]);
-    format!("{:016x}", u64::from_be_bytes(bytes))
+    format!("cmd-{}", power::short_digest(id.as_str().as_bytes()))
 }
 
 /// Notes the command and its input, without the power request, which carries the id.
 fn mark(workspace: &mut Workspace, command_id: Option<&CommandId>) -> Result<()> {
     let Some(id) = command_id else { return Ok(()) };
     let input = serde_json::to_vec(&(&workspace.spec, workspace.labels())).map_err(std::io::Error::other)?;
-    let digest = short_digest(&input);
+    let digest = power::short_digest(&input);
     let annotations = workspace.annotations_mut();
     annotations.insert(COMMAND_ANNOTATION.to_owned(), id.to_string());
     annotations.insert(DIGEST_ANNOTATION.to_owned(), digest);

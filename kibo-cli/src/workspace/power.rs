@@ -9,6 +9,7 @@ use kube::{
     Api, ResourceExt as _,
     api::{Patch, PatchParams},
 };
+use sha2::{Digest as _, Sha256};
 use ulid::Ulid;
 
 use super::{Start, Stop, target, view::One};
@@ -174,7 +175,7 @@ fn is_replay(workspace: &Workspace, request: &PowerRequest, subject: &Subject) -
         return if current == request { Ok(true) } else { Err(reused()) };
     }
     match record(workspace, request) {
-        Some(record) if !is_operation_of(&record.operation, request) => Err(reused()),
+        Some(record) if record.digest != digest(request) => Err(reused()),
         record => Ok(record.is_some()),
     }
 }
@@ -185,12 +186,14 @@ fn record<'a>(workspace: &'a Workspace, request: &PowerRequest) -> Option<&'a Co
     commands.iter().find(|command| Some(&command.id) == request.request_id.as_ref())
 }
 
-fn is_operation_of(operation: &str, request: &PowerRequest) -> bool {
-    let operation = operation.to_ascii_lowercase();
-    match request.state {
-        PowerState::Running => !operation.contains("stop"),
-        PowerState::Stopped => operation.contains("stop"),
-    }
+/// The digest under which the operator notes a request.
+fn digest(request: &PowerRequest) -> String {
+    short_digest(&serde_json::to_vec(request).unwrap_or_default())
+}
+
+/// First 16 hexadecimal digits of the SHA-256.
+pub fn short_digest(input: &[u8]) -> String {
+    Sha256::digest(input).iter().take(8).fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
 }
 
 /// Waits for the outcome of a request that is recorded.
@@ -215,12 +218,6 @@ fn look(seen: Option<&Workspace>, request: &PowerRequest, subject: &Subject) -> 
     let gone = || Error::new(Kind::FailedPrecondition, format!("{subject} was deleted meanwhile"));
     let workspace = seen.filter(|workspace| workspace.metadata.deletion_timestamp.is_none()).ok_or_else(gone)?;
     let status = workspace.status.clone().unwrap_or_default();
-    if let Some(failed) = record(workspace, request).filter(|record| record.result == CommandResult::Failed) {
-        let reason = failed.reason.as_deref().or(status.reason.as_deref());
-        let message = failed.message.as_deref().or(status.message.as_deref());
-        return Err(failure(subject, request, reason, message));
-    }
-    let succeeded = record(workspace, request).is_some_and(|record| record.result == CommandResult::Succeeded);
     let current = workspace.spec.power.as_ref();
     // A forced stop in place of a normal one leads to what was waited for.
     let replaced = current.filter(|current| {
@@ -229,42 +226,32 @@ fn look(seen: Option<&Workspace>, request: &PowerRequest, subject: &Subject) -> 
             && !current.is_same_request(request)
     });
     let awaited = replaced.unwrap_or(request);
+    let (reason, message) = (status.reason.as_deref(), status.message.as_deref());
+    match record(workspace, awaited) {
+        Some(record) if record.result == CommandResult::Succeeded => return Ok(Look::Done(workspace.clone())),
+        Some(record) if record.result == CommandResult::Failed => {
+            return Err(failure(subject, awaited, record.reason.as_deref().or(reason), record.message.as_deref()));
+        }
+        _ => {}
+    }
     let consumed = status.power.as_ref().is_some_and(|power| power.consumed.is_same_request(awaited));
     let superseded = current.is_none_or(|current| !current.is_same_request(awaited));
-    if !consumed && !succeeded {
-        if superseded {
-            return Err(Error::new(
-                Kind::Aborted,
-                format!("{subject}: another power request took the place of this one"),
-            )
-            .next(format!("look at it: {}", subject.command("get"))));
-        }
+    if !consumed && superseded {
+        let message = format!("{subject}: another power request took the place of this one");
+        return Err(Error::new(Kind::Aborted, message).next(format!("look at it: {}", subject.command("get"))));
+    }
+    if !consumed {
         return Ok(Look::Waiting(waits_for(workspace)));
     }
-    let done = match (request.state, status.phase) {
+    match (request.state, status.phase) {
         (PowerState::Running, Some(WorkspacePhase::Available))
-        | (PowerState::Stopped, Some(WorkspacePhase::Stopped)) => true,
+        | (PowerState::Stopped, Some(WorkspacePhase::Stopped)) => Ok(Look::Done(workspace.clone())),
         // Failed; or it came up and was stopped again, or the other way round, before we looked.
         (_, Some(WorkspacePhase::Failed))
         | (PowerState::Running, Some(WorkspacePhase::Stopped))
-        | (PowerState::Stopped, Some(WorkspacePhase::Available)) => {
-            return Err(failure(subject, request, status.reason.as_deref(), status.message.as_deref()));
-        }
-        _ => false,
-    };
-    if !done {
-        return Ok(Look::Waiting(waits_for(workspace)));
+        | (PowerState::Stopped, Some(WorkspacePhase::Available)) => Err(failure(subject, request, reason, message)),
+        _ => Ok(Look::Waiting(waits_for(workspace))),
     }
-    if let (Some(wanted), Some(execution)) = (&request.node, &status.execution)
-        && *wanted != execution.node
-    {
-        return Err(Error::new(
-            Kind::FailedPrecondition,
-            format!("{subject} runs on {} already, so it was not started on {wanted}", execution.node),
-        )
-        .next(format!("stop it first: {}", subject.command("stop"))));
-    }
-    Ok(Look::Done(workspace.clone()))
 }
 
 /// What a Workspace waits for, in the words of the operator.
@@ -315,10 +302,12 @@ pub fn failed(subject: &Subject, what: &str, reason: Option<&str>, message: Opti
 fn kind_of(reason: &str) -> Kind {
     match reason {
         "ResourceExhausted" => Kind::ResourceExhausted,
-        "Unavailable" | "NodeUnreachable" | "NodeRestarted" | "NodeLost" => Kind::Unavailable,
-        "HolderUnreachable" | "HolderConflict" | "VolumeInUse" | "NodeUnsuitable" => Kind::FailedPrecondition,
+        "Unavailable" | "NodeUnreachable" | "NodeRestarted" => Kind::Unavailable,
+        "HolderUnreachable" | "HolderConflict" | "VolumeInUse" | "VolumeNameTaken" | "VolumeDeleting"
+        | "NoPoolMember" | "RunsElsewhere" | "NoExecution" | "Deleting" => Kind::FailedPrecondition,
+        "Superseded" => Kind::Aborted,
+        "InvalidAmounts" => Kind::InvalidArgument,
         reason if reason.ends_with("NotFound") => Kind::NotFound,
-        reason if reason.starts_with("Invalid") => Kind::InvalidArgument,
         _ => Kind::Other,
     }
 }
@@ -420,22 +409,18 @@ mod tests {
     }
 
     #[test]
-    fn a_pinned_start_elsewhere_is_no_success() {
-        let pinned = json!({ "state": "Running", "requestId": "a", "node": "node-b" });
-        let workspace = workspace(
-            &pinned,
-            &json!({
-                "phase": "Available", "power": consumed("Running"),
-                "execution": {
-                    "instanceId": "inst-01kb8z4w3w0000000000000000", "node": "node-a", "incarnation": 1, "cpuMilli": 1,
-                    "memoryBytes": 1, "lastSeq": 0, "startedAt": "2026-01-01T00:00:00Z",
-                },
-            }),
-        );
-        let request = serde_json::from_value(pinned).unwrap();
-        let error = look(Some(&workspace), &request, &subject()).unwrap_err();
-        assert_eq!(error.kind, Kind::FailedPrecondition);
-        assert!(error.message.contains("runs on node-a already"), "{error}");
+    fn the_record_of_a_command_decides() {
+        let seen = |result: &str, reason: &str| {
+            let record = json!({
+                "id": "a", "operation": "start", "digest": "", "result": result, "reason": reason, "message": "because",
+                "startedAt": "2026-01-01T00:00:00Z",
+            });
+            seen("Running", &json!({ "phase": "Stopped", "power": consumed("Running"), "commands": [record] }))
+        };
+        assert!(matches!(seen("Succeeded", ""), Ok(Look::Done(_))), "also when it was stopped since");
+        assert_eq!(seen("Failed", "RunsElsewhere").unwrap_err().kind, Kind::FailedPrecondition);
+        assert_eq!(seen("Failed", "Superseded").unwrap_err().kind, Kind::Aborted);
+        assert_eq!(seen("Failed", "ResourceExhausted").unwrap_err().kind, Kind::ResourceExhausted);
     }
 
     #[test]
@@ -450,7 +435,7 @@ mod tests {
         let recorded = workspace(
             &value,
             &json!({ "commands": [{
-                "id": "b", "operation": "start", "digest": "", "result": "Succeeded", "startedAt": "2026-01-01T00:00:00Z",
+                "id": "b", "operation": "start", "digest": digest(&new), "result": "Succeeded", "startedAt": "2026-01-01T00:00:00Z",
             }]}),
         );
         assert_eq!(is_replay(&recorded, &new, &subject()), Ok(true));

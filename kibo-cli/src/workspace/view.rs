@@ -315,11 +315,16 @@ impl One {
     }
 }
 
-/// Whether a condition tells a reader something: what is as it should be goes without saying.
-fn matters(condition: &Condition) -> bool {
+/// Whether a condition tells a reader something: what is as it should be goes without saying, and what
+/// the state has said is not said again.
+fn matters(condition: &Condition, status: &WorkspaceStatus) -> bool {
     match condition.type_.as_str() {
         "Available" | "Stopped" => false,
-        "Placed" | "NodeReachable" | "GuestResponsive" | "PowerRequestConsumed" => condition.status == "False",
+        "Placed" | "NodeReachable" | "GuestResponsive" | "PowerRequestConsumed" => {
+            condition.status == "False"
+                && !condition.message.is_empty()
+                && Some(&condition.message) != status.message.as_ref()
+        }
         _ => true,
     }
 }
@@ -342,7 +347,9 @@ impl Present for One {
         page.fact("State", state(&status));
         let settled =
             matches!(status.phase, Some(WorkspacePhase::Available | WorkspacePhase::Stopped | WorkspacePhase::Failed));
-        page.fact_if("Waits for", (!settled).then(|| waits_for(&self.workspace)));
+        // What the state says already is not said again.
+        let is_said = settled || status.message.is_some();
+        page.fact_if("Waits for", (!is_said).then(|| waits_for(&self.workspace)));
         page.fact("Node", or_absent(status.execution.as_ref().map(|execution| &execution.node)));
         if wide {
             page.fact("Instance", or_absent(status.execution.as_ref().map(|execution| execution.instance_id)));
@@ -366,7 +373,7 @@ impl Present for One {
         if wide {
             self.details(&mut page, &status);
         }
-        let shown = status.conditions.iter().filter(|condition| wide || matters(condition));
+        let shown = status.conditions.iter().filter(|condition| wide || matters(condition, &status));
         page.section("Conditions", &conditions(shown, self.now));
         page.section("Events", &self.events);
         page.render()
