@@ -1,12 +1,18 @@
 //! `log`: what the Workspace's entrypoint wrote, as plain text.
 
+use std::time::Duration;
+
 use axum::body::{Body, Bytes};
 use futures::stream;
 use kibo_protocol::v1;
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::{exec::is_true, status::ApiError};
 use crate::streams::{NodeStream, Output, OutputFrame, StreamLost};
+
+/// A node answers at once; a log that is followed may have nothing to say yet.
+const FIRST_PIECE: Duration = Duration::from_millis(500);
 
 /// What the query of a log request says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -53,21 +59,32 @@ enum Broken {
     Stopped,
 }
 
-/// The log as a body that is read from the node as fast as the client takes it.
-pub fn body(stream: NodeStream, stop: CancellationToken) -> Body {
-    Body::from_stream(stream::try_unfold((stream, stop), |(mut stream, stop)| async move {
+/// The log as a body that is read from the node as fast as the client takes it. A node that has no such log says so
+/// in place of its first piece, while the answer can still be an error.
+pub async fn body(mut stream: NodeStream, stop: CancellationToken) -> Result<Body, StreamLost> {
+    let first = match timeout(FIRST_PIECE, next_data(&mut stream.output)).await {
+        Ok(first) => match first? {
+            Some(data) => Some(data),
+            None => return Ok(Body::empty()),
+        },
+        Err(_) => None,
+    };
+    Ok(Body::from_stream(stream::try_unfold((first, stream, stop), |(first, mut stream, stop)| async move {
+        if let Some(data) = first {
+            return Ok(Some((data, (None, stream, stop))));
+        }
         let next = tokio::select! {
             next = next_data(&mut stream.output) => next.map_err(Broken::from),
             () = stop.cancelled() => Err(Broken::Stopped),
         };
         match next {
-            Ok(data) => Ok(data.map(|data| (data, (stream, stop)))),
+            Ok(data) => Ok(data.map(|data| (data, (None, stream, stop)))),
             Err(broken) => {
                 tracing::info!(error = %broken, "a log ended early");
                 Err(broken)
             }
         }
-    }))
+    })))
 }
 
 async fn next_data(output: &mut Output) -> Result<Option<Bytes>, StreamLost> {

@@ -21,7 +21,6 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 use anyhow::Context as _;
 use axum::{
     Extension, Router,
-    body::Body,
     extract::{Path, RawQuery, Request, State, WebSocketUpgrade, ws::rejection::WebSocketUpgradeRejection},
     http::{HeaderMap, header},
     middleware::{self, Next},
@@ -221,7 +220,8 @@ async fn serve_log(
     })?;
     let request = options.request(workspace.metadata.uid.as_deref().unwrap_or_default());
     let opened = server.streams.open(&node, session.incarnation, open_stream::Kind::Log(request)).await;
-    let stream = opened.map_err(|error| ApiError::of_stream(&target.name, node, error))?;
-    let body: Body = log::body(stream, server.ctx.stop.clone());
+    let stream = opened.map_err(|error| ApiError::of_stream(&target.name, node.clone(), error))?;
+    let body = log::body(stream, server.ctx.stop.clone()).await;
+    let body = body.map_err(|lost| ApiError::of_lost(&target.name, node, lost))?;
     Ok(([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], body).into_response())
 }

@@ -9,7 +9,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Status, StatusCause, Status
 use kibo_crds::{NodeId, workspace::WorkspacePhase};
 
 use super::{discovery::GROUP, request::Subresource};
-use crate::streams::OpenError;
+use crate::streams::{OpenError, StreamLost};
 
 /// Why a request is not carried out.
 #[derive(Debug, thiserror::Error)]
@@ -58,6 +58,14 @@ impl ApiError {
         match error {
             OpenError::Refused { message, .. } => Self::Refused { name: name.to_owned(), node, message },
             error => Self::Unavailable(error.to_string()),
+        }
+    }
+
+    /// A stream that broke before anything came of it.
+    pub fn of_lost(name: &str, node: NodeId, lost: StreamLost) -> Self {
+        match lost {
+            StreamLost::Failed { message, .. } => Self::Refused { name: name.to_owned(), node, message },
+            StreamLost::Connection { .. } => Self::Unavailable(lost.to_string()),
         }
     }
 
