@@ -219,6 +219,11 @@ fn conflict(status: &Status, subject: &Subject) -> Error {
         return Error::new(Kind::Aborted, format!("{subject} was changed by somebody else at the same moment"))
             .next(format!("look at it and try again: {}", subject.command("get")));
     }
+    // The streams' API answers so when the Workspace is not in the state for it.
+    let mut causes = status.details.iter().flat_map(|details| &details.causes);
+    if causes.any(|cause| matches!(cause.reason.as_str(), "WorkspaceNotRunning" | "NodeRefused")) {
+        return Error::new(Kind::FailedPrecondition, &status.message);
+    }
     Error::new(Kind::Aborted, format!("{subject}: {}", status.message))
 }
 
@@ -393,6 +398,15 @@ mod tests {
             }));
             assert_eq!(error.kind, kind, "{reason}: {message}");
         }
+    }
+
+    #[test]
+    fn a_stream_into_a_workspace_that_does_not_run_is_a_failed_precondition() {
+        let error = status(serde_json::json!({
+            "reason": "Conflict", "code": 409, "message": "Workspace \"dev\" is Stopped: start it first",
+            "details": { "name": "dev", "causes": [{ "reason": "WorkspaceNotRunning", "message": "" }] },
+        }));
+        assert_eq!(error, Error::new(Kind::FailedPrecondition, "Workspace \"dev\" is Stopped: start it first"));
     }
 
     #[test]

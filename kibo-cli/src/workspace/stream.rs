@@ -1,7 +1,7 @@
 //! `kibo workspace exec` and `logs`: streams through the aggregated API, so that a kubeconfig is all
 //! that it takes and RBAC on `workspaces/exec` and `workspaces/log` decides.
 
-use std::{borrow::Cow, time::Duration};
+use std::borrow::Cow;
 
 use clap::Args;
 use futures::AsyncReadExt as _;
@@ -19,7 +19,7 @@ use tokio::{
 
 use super::target;
 use crate::{
-    client::{Cluster, duration},
+    client::Cluster,
     errors::{Error, Kind, On as _, Result, Subject, from_status},
     output::words::enum_word,
 };
@@ -48,12 +48,6 @@ pub struct Logs {
     /// Begin with the last N lines
     #[arg(long, value_name = "N")]
     tail: Option<u32>,
-    /// Begin with what is not older than this
-    #[arg(long, value_name = "DURATION", value_parser = duration)]
-    since: Option<Duration>,
-    /// Begin each line with its time
-    #[arg(long)]
-    timestamps: bool,
 }
 
 /// `workspaces` of the aggregated API: it serves nothing but subresources.
@@ -189,19 +183,18 @@ fn exit_code(status: &Status, subject: &Subject) -> Result<u8> {
         reason: status.reason.clone().unwrap_or_default(),
         ..kube::core::Status::default()
     };
-    Err(from_status(&status, subject))
+    // What the streams' API calls internal is a node, a session or a leader that went away.
+    let mut error = from_status(&status, subject);
+    if error.kind == Kind::Other {
+        error.kind = Kind::Unavailable;
+    }
+    Err(error)
 }
 
 /// Prints the log as it is, byte for byte.
 pub async fn logs(cluster: &Cluster, args: Logs) -> Result<()> {
     let (_, subject) = target::fetch(cluster, &args.workspace).await?;
-    let params = LogParams {
-        follow: args.follow,
-        tail_lines: args.tail.map(i64::from),
-        since_seconds: args.since.map(|since| i64::try_from(since.as_secs()).unwrap_or(i64::MAX)),
-        timestamps: args.timestamps,
-        ..LogParams::default()
-    };
+    let params = LogParams { follow: args.follow, tail_lines: args.tail.map(i64::from), ..LogParams::default() };
     let namespace = subject.namespace.clone().unwrap_or_default();
     let api = cluster.namespaced::<Streams>(&namespace);
     let mut log = Box::pin(api.log_stream(&subject.name, &params).await.on(&subject)?);
@@ -244,10 +237,10 @@ mod tests {
 
     #[test]
     fn a_failure_of_the_stream_is_no_exit_status() {
-        let error = code(json!({ "status": "Failure", "reason": "InternalError", "message": "no such program" }));
+        let error = code(json!({ "status": "Failure", "reason": "InternalError", "message": "no such node" }));
         let error = error.unwrap_err();
-        assert_eq!(error.kind, Kind::Other);
-        assert!(error.message.ends_with("no such program"), "{error}");
+        assert_eq!(error.kind, Kind::Unavailable);
+        assert!(error.message.ends_with("no such node"), "{error}");
     }
 
     #[test]
