@@ -8,7 +8,7 @@ use k8s_openapi::{ClusterResourceScope, NamespaceResourceScope, api::core::v1::E
 use kube::{
     Api, Client, Config, Resource, ResourceExt as _,
     api::ListParams,
-    config::{KubeConfigOptions, Kubeconfig},
+    config::{KubeConfigOptions, Kubeconfig, KubeconfigError},
 };
 use serde::de::DeserializeOwned;
 
@@ -149,14 +149,14 @@ fn last_seen(event: &Event) -> Option<Timestamp> {
 async fn read_config(global: &Global) -> Result<Config> {
     let options = KubeConfigOptions { context: global.context.clone(), ..KubeConfigOptions::default() };
     if let Some(path) = &global.kubeconfig {
-        let named = |error| Error::invalid(format!("cannot use the kubeconfig {}: {error}", path.display()));
+        let named = |error| Error::invalid(format!("cannot use the kubeconfig {}: {}", path.display(), cause(&error)));
         let kubeconfig = Kubeconfig::read_from(path).map_err(named)?;
         return Config::from_custom_kubeconfig(kubeconfig, &options).await.map_err(named);
     }
     if global.context.is_some() {
         return Config::from_kubeconfig(&options)
             .await
-            .map_err(|error| Error::invalid(format!("cannot use the kubeconfig: {error}")))
+            .map_err(|error| Error::invalid(format!("cannot use the kubeconfig: {}", cause(&error))))
             .map_err(|error| error.next("see what there is: kubectl config get-contexts"));
     }
     // Without a kubeconfig, a pod's own ServiceAccount is used.
@@ -166,6 +166,14 @@ async fn read_config(global: &Global) -> Result<Config> {
         Error::new(Kind::Unavailable, format!("no cluster is configured: {cause}"))
             .next("set KUBECONFIG or give --kubeconfig FILE; for a local cluster: eval \"$(hack/local env)\"")
     })
+}
+
+/// What is wrong with a kubeconfig; a file that cannot be read is named once.
+fn cause(error: &KubeconfigError) -> String {
+    match error {
+        KubeconfigError::ReadConfig(error, _) => error.to_string(),
+        error => error.to_string(),
+    }
 }
 
 /// Which part of a list is asked for.

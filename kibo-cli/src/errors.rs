@@ -126,7 +126,11 @@ impl Subject {
 
 impl fmt::Display for Subject {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {:?}", self.kind, self.name)?;
+        if self.name.is_empty() {
+            write!(f, "{}s", self.kind)?;
+        } else {
+            write!(f, "{} {:?}", self.kind, self.name)?;
+        }
         match &self.namespace {
             Some(namespace) => write!(f, " in namespace {namespace:?}"),
             None => Ok(()),

@@ -256,24 +256,19 @@ impl Present for One {
         page.fact("Admission", status.admission.as_ref().map(enum_word).unwrap_or_default());
         page.fact("Release", status.session.as_ref().map(|session| session.version.clone()).unwrap_or_default());
         page.fact("Session", self.session(&status));
+        page.fact_if("Enrollment", self.pending_grant(&status));
         let labels: Vec<_> = self.node.labels().iter().map(|(key, value)| format!("{key}={value}")).collect();
         page.fact("Labels", labels.join("\n"));
         page.fact("Drain requested", yes_no(self.node.spec.drain.as_ref().is_some_and(|drain| drain.requested)));
         page.fact("Isolated", yes_no(is_isolated(&status)));
-        page.fact(
-            "Capacity",
-            format!("{} CPU, {} memory", or_absent(capacity.cpu.map(cores)), or_absent(capacity.memory.map(binary))),
-        );
+        page.fact("Capacity", both(&or_absent(capacity.cpu.map(cores)), &or_absent(capacity.memory.map(binary))));
         page.fact(
             "Allocated",
-            format!(
-                "{} CPU, {} memory",
-                shares(allocated.cpu, schedulable.cpu, cores),
-                shares(allocated.memory, schedulable.memory, binary)
-            ),
+            both(shares(allocated.cpu, schedulable.cpu, cores), shares(allocated.memory, schedulable.memory, binary)),
         );
         let instances = or_absent(status.report.as_ref().map(|report| report.instances));
-        page.fact("Instances", format!("{instances} of {} slots", or_absent(status.slots)));
+        let slots = status.slots.map(|slots| format!(" of {slots} slots")).unwrap_or_default();
+        page.fact("Instances", instances + &slots);
         page.fact("Last report", when(status.report.as_ref().map(|report| &report.time), self.now));
         if wide {
             page.fact("Held objects", or_absent(status.report.as_ref().map(|report| report.held_objects)));
@@ -290,6 +285,20 @@ impl Present for One {
 }
 
 impl One {
+    /// A token that was issued and that no host has used.
+    fn pending_grant(&self, status: &NodeStatus) -> Option<String> {
+        let grant = self.node.spec.enrollment.as_ref()?;
+        if status.used_secret_hash.as_ref() == Some(&grant.secret_hash) {
+            return None;
+        }
+        let until = instant(&grant.expires_at);
+        Some(if grant.expires_at.0 > self.now {
+            format!("a token was issued and works until {until}")
+        } else {
+            format!("a token was issued and has expired at {until}")
+        })
+    }
+
     fn session(&self, status: &NodeStatus) -> String {
         match &status.session {
             Some(session) if session.alive => format!("alive since {}", when(Some(&session.started_at), self.now)),
@@ -297,6 +306,11 @@ impl One {
             None => String::new(),
         }
     }
+}
+
+/// CPU and memory in one line; one sign when neither is known.
+fn both(cpu: &str, memory: &str) -> String {
+    if cpu == ABSENT && memory == ABSENT { ABSENT.to_owned() } else { format!("{cpu} CPU, {memory} memory") }
 }
 
 fn pools(status: &NodeStatus) -> Table {
@@ -365,8 +379,8 @@ impl Present for Many {
                 // Neither is measured yet.
                 ABSENT.to_owned(),
                 or_absent(status.report.as_ref().map(|report| report.instances)),
-                shares(allocated.cpu, schedulable.cpu, cores),
-                shares(allocated.memory, schedulable.memory, binary),
+                &shares(allocated.cpu, schedulable.cpu, cores),
+                &shares(allocated.memory, schedulable.memory, binary),
                 ABSENT.to_owned(),
                 age(node.creation_timestamp().as_ref(), self.now),
             ];

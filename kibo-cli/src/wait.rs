@@ -41,7 +41,7 @@ where
 {
     /// Watches the object until `look` is done or fails. `None` is an object that is not there.
     pub async fn until<T>(&self, mut look: impl FnMut(Option<&K>) -> Result<Look<T>>) -> Result<T> {
-        let progress = spinner(&format!("{} {}", self.subject, self.goal));
+        let progress = spinner(&format!("{} {}", self.subject.name, self.goal));
         let mut last = String::new();
         let result = tokio::select! {
             result = self.watch(&mut look, &progress, &mut last) => result,
@@ -125,7 +125,7 @@ fn spinner(goal: &str) -> ProgressBar {
         return ProgressBar::hidden();
     }
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-    if let Ok(style) = ProgressStyle::with_template("{spinner} {prefix} ({elapsed}) {wide_msg}") {
+    if let Ok(style) = ProgressStyle::with_template("{spinner} {elapsed} waiting for {prefix}: {wide_msg}") {
         bar.set_style(style);
     }
     bar.set_prefix(goal.to_owned());
