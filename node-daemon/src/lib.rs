@@ -14,3 +14,4 @@ pub mod pool;
 pub mod session;
 pub mod spool;
 pub mod state;
+pub mod vmm;

@@ -1,0 +1,270 @@
+//! The cgroup of one Instance: its limits, and what the kernel counted in it.
+//!
+//! By hand, over a handful of files: the crates for it look for the hierarchy at fixed places, while `vmm.cgroup_root`
+//! is configurable (a container sees the host's somewhere else), and none reads the OOM counters of both versions.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
+};
+
+use kibo_crds::{Bytes, MilliCpu};
+
+/// Above `<controller>/` (v1) or the root (v2): `kibotos/<node>/<instance>`.
+const TOP: &str = "kibotos";
+/// The kernel frees a cgroup a moment after its last process was reaped.
+const REMOVAL_LIMIT: Duration = Duration::from_secs(2);
+/// The kernel takes no quota below 1 ms.
+const MIN_QUOTA_MICROS: u64 = 1000;
+const PERIOD_MICROS: u64 = 100_000;
+const LONG_PERIOD_MICROS: u64 = 1_000_000;
+
+#[derive(Debug, thiserror::Error)]
+pub enum CgroupError {
+    #[error(
+        "{root} is no cgroup file system with the controllers cpu and memory: set vmm.cgroup_root to where it is mounted"
+    )]
+    NotMounted { root: PathBuf },
+    #[error("failed to {action} {path}: {source}")]
+    Io { action: &'static str, path: PathBuf, source: io::Error },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Version {
+    V1,
+    V2,
+}
+
+/// Where the cgroups of this node's Instances are.
+#[derive(Clone, Debug)]
+pub struct Cgroups {
+    root: PathBuf,
+    node: String,
+    version: Version,
+}
+
+/// The most that an Instance may use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Absent: as much as the host gives.
+    pub cpu: Option<MilliCpu>,
+    /// Guest memory and the VMM's own.
+    pub memory: Bytes,
+}
+
+impl Cgroups {
+    /// Finds out which version is mounted at `root`; a hybrid host (v1 with an empty v2 beside it) counts as v1.
+    pub fn open(root: &Path, node: &str) -> Result<Self, CgroupError> {
+        let v2 = fs::read_to_string(root.join("cgroup.controllers")).is_ok_and(|controllers| {
+            let has = |name| controllers.split_whitespace().any(|controller| controller == name);
+            has("cpu") && has("memory")
+        });
+        let v1 = || ["cpu", "memory"].iter().all(|controller| root.join(controller).join("cgroup.procs").is_file());
+        let version = match v2 {
+            true => Version::V2,
+            false if v1() => Version::V1,
+            false => return Err(CgroupError::NotMounted { root: root.to_owned() }),
+        };
+        Ok(Self { root: root.to_owned(), node: node.to_owned(), version })
+    }
+
+    /// The cgroup of one Instance, whether it exists or not.
+    pub fn instance(&self, name: &str) -> Cgroup {
+        let below = Path::new(TOP).join(&self.node).join(name);
+        let (cpu, memory) = match self.version {
+            Version::V1 => (self.root.join("cpu").join(&below), self.root.join("memory").join(&below)),
+            Version::V2 => (self.root.join(&below), self.root.join(&below)),
+        };
+        Cgroup { version: self.version, root: self.root.clone(), cpu, memory }
+    }
+
+    /// Names of all Instances that have a cgroup here.
+    pub fn list(&self) -> Vec<String> {
+        let controllers: &[&str] = match self.version {
+            Version::V1 => &["cpu", "memory"],
+            Version::V2 => &["."],
+        };
+        let mut names: Vec<String> = controllers
+            .iter()
+            .filter_map(|controller| fs::read_dir(self.root.join(controller).join(TOP).join(&self.node)).ok())
+            .flatten()
+            .filter_map(Result::ok)
+            .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
+            .filter_map(|entry| entry.file_name().into_string().ok())
+            .collect();
+        names.sort_unstable();
+        names.dedup();
+        names
+    }
+}
+
+/// The cgroup of one Instance.
+#[derive(Clone, Debug)]
+pub struct Cgroup {
+    version: Version,
+    root: PathBuf,
+    cpu: PathBuf,
+    memory: PathBuf,
+}
+
+impl Cgroup {
+    /// Makes it with its limits. Idempotent.
+    pub fn create(&self, limits: Limits) -> Result<(), CgroupError> {
+        for directory in self.directories() {
+            make_directory(directory)?;
+        }
+        if self.version == Version::V2 {
+            self.enable_controllers()?;
+        }
+        self.limit_memory(limits.memory)?;
+        self.limit_cpu(limits.cpu)
+    }
+
+    /// Changes the CPU limit of what runs.
+    pub fn limit_cpu(&self, cpu: Option<MilliCpu>) -> Result<(), CgroupError> {
+        let quota = cpu.map(quota);
+        match self.version {
+            Version::V1 => {
+                let (quota, period) =
+                    quota.map_or((-1, PERIOD_MICROS), |(quota, period)| (quota.cast_signed(), period));
+                // A quota that is larger than the new period is refused while the old period stands, and the other way
+                // round: without a limit in between, every order works.
+                write(&self.cpu.join("cpu.cfs_quota_us"), "-1")?;
+                write(&self.cpu.join("cpu.cfs_period_us"), &period.to_string())?;
+                write(&self.cpu.join("cpu.cfs_quota_us"), &quota.to_string())
+            }
+            Version::V2 => {
+                let limit = quota.map_or_else(|| "max".to_owned(), |(quota, period)| format!("{quota} {period}"));
+                write(&self.cpu.join("cpu.max"), &limit)
+            }
+        }
+    }
+
+    fn limit_memory(&self, memory: Bytes) -> Result<(), CgroupError> {
+        let file = match self.version {
+            Version::V1 => "memory.limit_in_bytes",
+            Version::V2 => "memory.max",
+        };
+        write(&self.memory.join(file), &memory.0.to_string())
+    }
+
+    /// A v2 cgroup has the files of a controller only when every one above it hands the controller down.
+    fn enable_controllers(&self) -> Result<(), CgroupError> {
+        let below = self.cpu.strip_prefix(&self.root).unwrap_or(&self.cpu);
+        let mut above = self.root.clone();
+        for part in below {
+            write(&above.join("cgroup.subtree_control"), "+cpu +memory")?;
+            above.push(part);
+        }
+        Ok(())
+    }
+
+    /// The files into which a process writes itself to join.
+    pub fn joins(&self) -> Vec<PathBuf> {
+        self.directories().into_iter().map(|directory| directory.join("cgroup.procs")).collect()
+    }
+
+    /// How many processes the kernel killed here because memory ran out; `None` when it cannot be read.
+    pub fn oom_kills(&self) -> Option<u64> {
+        let file = match self.version {
+            Version::V1 => "memory.oom_control",
+            Version::V2 => "memory.events",
+        };
+        let counters = fs::read_to_string(self.memory.join(file)).ok()?;
+        counters.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
+    }
+
+    /// The processes in it.
+    pub fn processes(&self) -> Vec<i32> {
+        let mut pids: Vec<i32> = self
+            .joins()
+            .iter()
+            .filter_map(|file| fs::read_to_string(file).ok())
+            .flat_map(|pids| pids.lines().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>())
+            .collect();
+        pids.sort_unstable();
+        pids.dedup();
+        pids
+    }
+
+    /// Removes it, and what is empty above it. Its processes must be reaped. Idempotent; blocks for a moment.
+    pub fn remove(&self) -> Result<(), CgroupError> {
+        for directory in self.directories() {
+            remove_directory(directory)?;
+            // The node's and our own level go with the last Instance; when they are not empty that is no error.
+            let above = directory.ancestors().skip(1).take(2);
+            above.take_while(|directory| fs::remove_dir(directory).is_ok()).for_each(drop);
+        }
+        Ok(())
+    }
+
+    fn directories(&self) -> Vec<&Path> {
+        match self.version {
+            Version::V1 => vec![&self.cpu, &self.memory],
+            Version::V2 => vec![&self.cpu],
+        }
+    }
+}
+
+/// Quota and period in microseconds that stand for an amount of CPU.
+fn quota(cpu: MilliCpu) -> (u64, u64) {
+    let period = if cpu.0 * PERIOD_MICROS / 1000 >= MIN_QUOTA_MICROS { PERIOD_MICROS } else { LONG_PERIOD_MICROS };
+    ((cpu.0.saturating_mul(period) / 1000).max(MIN_QUOTA_MICROS), period)
+}
+
+fn make_directory(directory: &Path) -> Result<(), CgroupError> {
+    // Another Instance's removal may take an empty level away between its making and ours.
+    let mut attempts = 0;
+    loop {
+        match fs::create_dir_all(directory) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound && attempts < 10 => attempts += 1,
+            result => return result.map_err(failed("make", directory)),
+        }
+    }
+}
+
+fn remove_directory(directory: &Path) -> Result<(), CgroupError> {
+    let deadline = Instant::now() + REMOVAL_LIMIT;
+    loop {
+        match fs::remove_dir(directory) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::ResourceBusy && Instant::now() < deadline => {
+                thread::sleep(Duration::from_millis(10));
+            }
+            result => return result.map_err(failed("remove", directory)),
+        }
+    }
+}
+
+fn write(file: &Path, value: &str) -> Result<(), CgroupError> {
+    fs::write(file, value).map_err(failed("write", file))
+}
+
+fn failed(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CgroupError {
+    let path = path.to_owned();
+    move |source| CgroupError::Io { action, path, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_quota_keeps_the_exact_amount_down_to_the_smallest() {
+        for (milli, expected) in
+            [(1, (1000, 1_000_000)), (9, (9000, 1_000_000)), (10, (1000, 100_000)), (1500, (150_000, 100_000))]
+        {
+            assert_eq!(quota(MilliCpu(milli)), expected, "{milli}m");
+        }
+    }
+
+    #[test]
+    fn a_directory_that_is_no_cgroup_file_system_is_refused_by_name() {
+        let directory = tempfile::tempdir().unwrap();
+        let error = Cgroups::open(directory.path(), "node").unwrap_err().to_string();
+        assert!(error.contains(&directory.path().display().to_string()), "{error}");
+        assert!(error.contains("vmm.cgroup_root"), "{error}");
+    }
+}

@@ -1,0 +1,216 @@
+//! Runs one QEMU per Instance: unprivileged, sandboxed, in its own cgroup and in empty namespaces. The daemon opens every
+//! file and socket and passes descriptors, so the process can reach nothing by itself.
+
+mod cgroup;
+mod command_line;
+mod launch;
+mod process;
+mod qmp;
+mod sockets;
+mod tsc;
+
+use std::{
+    fs::File,
+    io,
+    os::fd::{OwnedFd, RawFd},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use command_fds::{CommandFdExt as _, FdMapping};
+use kibo_crds::{Bytes, MilliCpu, NodeId};
+use tokio::net::unix::pipe;
+
+use crate::config::{Accelerator, VmmConfig};
+
+pub use cgroup::{Cgroup, CgroupError, Cgroups, Limits};
+pub use command_line::{Acceleration, DiskShape};
+pub use launch::{LaunchArgs, LaunchError, launch};
+pub use process::{Exit, ProcessId, VmProcess, list as list_processes, process_name};
+pub use qmp::{Qmp, QmpError, QmpEvent, RunState};
+pub use sockets::SocketDir;
+
+use command_line::{Descriptors, MachineShape, TCG_CODE_MIB};
+
+/// Names of the sockets in an Instance's directory.
+pub const CONTROL_SOCKET: &str = "qmp.sock";
+pub const AGENT_SOCKET: &str = "agent.sock";
+pub const CONSOLE_SOCKET: &str = "console.sock";
+
+/// The first descriptor that is neither standard input nor an output.
+const FIRST_FD: RawFd = 3;
+
+#[derive(Debug, thiserror::Error)]
+pub enum VmmError {
+    #[error(transparent)]
+    Cgroup(#[from] CgroupError),
+    #[error("failed to open {what} {path}: {source}")]
+    Open { what: &'static str, path: PathBuf, source: io::Error },
+    #[error("failed to make the socket {path}: {source}")]
+    Socket { path: PathBuf, source: io::Error },
+    #[error("failed to start QEMU: {0}")]
+    Spawn(io::Error),
+}
+
+/// What all VMs of this node have in common.
+#[derive(Clone, Debug)]
+pub struct Vmm {
+    config: VmmConfig,
+    node: NodeId,
+    cgroups: Cgroups,
+    acceleration: Acceleration,
+    launcher: PathBuf,
+}
+
+/// A disk: the file is already open.
+#[derive(Debug)]
+pub struct Disk {
+    /// At most 20 bytes; the guest finds the disk by it.
+    pub serial: String,
+    pub file: File,
+    pub read_only: bool,
+    /// The file is open for direct I/O.
+    pub direct: bool,
+}
+
+/// The VM to start.
+#[derive(Debug)]
+pub struct Machine {
+    /// Names process and cgroup: the Instance's id.
+    pub name: String,
+    pub cpu: MilliCpu,
+    pub memory: Bytes,
+    /// Guest memory and QEMU's own.
+    pub memory_limit: Bytes,
+    pub disks: Vec<Disk>,
+}
+
+/// A VM that was just started.
+#[derive(Debug)]
+pub struct Started {
+    pub process: VmProcess,
+    /// What the launcher and QEMU complain about.
+    pub complaints: pipe::Receiver,
+}
+
+impl Vmm {
+    /// `launcher` is the program whose `vm-launch` becomes QEMU: this one. Blocks for a moment.
+    pub fn open(config: VmmConfig, node: NodeId, launcher: PathBuf) -> Result<Self, VmmError> {
+        let cgroups = Cgroups::open(&config.cgroup_root, node.as_str())?;
+        let acceleration = match config.accelerator {
+            Accelerator::Kvm => Acceleration::Kvm,
+            Accelerator::Tcg => Acceleration::Tcg { tsc_khz: tsc::measure_khz() },
+        };
+        Ok(Self { config, node, cgroups, acceleration, launcher })
+    }
+
+    /// The running program itself, also after its file was replaced by an update.
+    pub fn own_program() -> PathBuf {
+        PathBuf::from("/proc/self/exe")
+    }
+
+    pub fn node(&self) -> &NodeId {
+        &self.node
+    }
+
+    pub fn config(&self) -> &VmmConfig {
+        &self.config
+    }
+
+    pub fn cgroup(&self, name: &str) -> Cgroup {
+        self.cgroups.instance(name)
+    }
+
+    pub fn cgroups(&self) -> &Cgroups {
+        &self.cgroups
+    }
+
+    /// Makes cgroup and sockets and starts QEMU. Blocks; needs a tokio runtime. What it made before it failed is there
+    /// afterwards: clean up as after an end.
+    pub fn start(&self, machine: Machine, sockets: &SocketDir) -> Result<Started, VmmError> {
+        let cgroup = self.cgroup(&machine.name);
+        cgroup.create(self.boot_limits(&machine))?;
+        let mut inherited = Inherited::default();
+        let fds = Descriptors {
+            kernel: inherited.add(open("the guest's kernel", &self.config.kernel)?),
+            initrd: inherited.add(open("the guest's initrd", &self.config.initrd)?),
+            control: inherited.add(sockets.listen(CONTROL_SOCKET)?),
+            agent: inherited.add(sockets.listen(AGENT_SOCKET)?),
+            console: inherited.add(sockets.listen(CONSOLE_SOCKET)?),
+            first_disk: inherited.next(),
+        };
+        let (disks, files): (Vec<_>, Vec<_>) = machine.disks.into_iter().map(Disk::into_parts).unzip();
+        for file in files {
+            inherited.add(file);
+        }
+        let name = process_name(self.node.as_str(), &machine.name);
+        let shape = MachineShape { name: name.clone(), cpu: machine.cpu, memory: machine.memory, disks };
+
+        let mut command = Command::new(&self.launcher);
+        command.arg("vm-launch").args(["--name", &name]);
+        for file in cgroup.joins() {
+            command.arg("--join").arg(file);
+        }
+        command.args(["--uid", &self.config.uid.to_string(), "--gid", &self.config.gid.to_string()]);
+        command.arg("--").arg(&self.config.qemu);
+        command.args(command_line::arguments(self.acceleration, &shape, fds));
+        spawn(command, inherited)
+    }
+
+    /// The boot is our work and not the Workspace's: it gets whole vCPUs, else a small Workspace would take minutes.
+    fn boot_limits(&self, machine: &Machine) -> Limits {
+        let emulator = match self.acceleration {
+            Acceleration::Kvm => Bytes(0),
+            Acceleration::Tcg { .. } => Bytes(TCG_CODE_MIB << 20),
+        };
+        let memory = machine.memory_limit.checked_add(emulator).unwrap_or(machine.memory_limit);
+        Limits { cpu: Some(MilliCpu(machine.cpu.vcpus() * 1000)), memory }
+    }
+}
+
+impl Disk {
+    fn into_parts(self) -> (DiskShape, OwnedFd) {
+        let shape = DiskShape { serial: self.serial, read_only: self.read_only, direct: self.direct };
+        (shape, self.file.into())
+    }
+}
+
+/// Descriptors that QEMU inherits, numbered in the order in which they are added.
+#[derive(Default)]
+struct Inherited(Vec<OwnedFd>);
+
+impl Inherited {
+    fn next(&self) -> RawFd {
+        FIRST_FD + RawFd::try_from(self.0.len()).expect("a handful of descriptors")
+    }
+
+    fn add(&mut self, fd: impl Into<OwnedFd>) -> RawFd {
+        let number = self.next();
+        self.0.push(fd.into());
+        number
+    }
+
+    fn into_mappings(self) -> Vec<FdMapping> {
+        self.0.into_iter().zip(FIRST_FD..).map(|(parent_fd, child_fd)| FdMapping { parent_fd, child_fd }).collect()
+    }
+}
+
+fn open(what: &'static str, path: &Path) -> Result<File, VmmError> {
+    File::open(path).map_err(|source| VmmError::Open { what, path: path.to_owned(), source })
+}
+
+fn spawn(mut command: Command, inherited: Inherited) -> Result<Started, VmmError> {
+    let (complaints, output) = io::pipe().map_err(VmmError::Spawn)?;
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(output);
+    command.fd_mappings(inherited.into_mappings()).map_err(|error| VmmError::Spawn(io::Error::other(error)))?;
+    let mut child = command.spawn().map_err(VmmError::Spawn)?;
+    // Nobody reaps it before us, so the pid is still its own.
+    let started = VmProcess::open(child.id().cast_signed())
+        .and_then(|process| Ok(Started { process, complaints: pipe::Receiver::from_owned_fd(complaints.into())? }));
+    started.map_err(|error| {
+        // What nobody watches must not run. Both fail only for a process that is gone.
+        let _ = child.kill();
+        let _ = child.wait();
+        VmmError::Spawn(error)
+    })
+}

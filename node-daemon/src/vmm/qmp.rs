@@ -1,0 +1,300 @@
+//! A client of the QEMU Machine Protocol: commands, answers and events over one unix socket.
+//!
+//! By hand: the crate for it (qapi) generates all of one QEMU version's schema and refuses events that the schema does
+//! not know, while a node runs whatever QEMU its distribution has and needs five commands.
+
+use std::{
+    collections::HashMap,
+    io,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tokio::{
+    io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader, Lines},
+    net::{
+        UnixStream,
+        unix::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    sync::{mpsc, oneshot},
+    task::JoinHandle,
+};
+
+/// QEMU answers from its main loop, which can wait for a disk for a while.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+const GREETING_LIMIT: Duration = Duration::from_secs(20);
+
+#[derive(Debug, thiserror::Error)]
+pub enum QmpError {
+    #[error("QEMU closed its control socket")]
+    Closed,
+    #[error("QEMU did not answer to {command} within {} s", limit.as_secs())]
+    Timeout { command: String, limit: Duration },
+    #[error("QEMU refused {command}: {class}: {description}")]
+    Refused { command: String, class: String, description: String },
+    #[error("QEMU said something on its control socket that is no QMP: {0}")]
+    Malformed(String),
+    #[error("failed to use QEMU's control socket: {0}")]
+    Io(#[from] io::Error),
+}
+
+/// What QEMU reports by itself, as far as it matters here.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum QmpEvent {
+    /// The guest is off, or QEMU is about to be.
+    Shutdown {
+        by_guest: bool,
+        reason: String,
+    },
+    GuestPanicked,
+    /// The guest opened or closed the agent's port.
+    AgentPort {
+        open: bool,
+    },
+    /// A disk failed; with `stopped` the guest is paused until the write can be tried again.
+    BlockError {
+        device: String,
+        stopped: bool,
+    },
+    /// The socket is closed; the last event.
+    Closed,
+}
+
+/// How the guest is, by QEMU's `query-status`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RunState {
+    Running,
+    /// Powered off or rebooted; QEMU waits to be told to go.
+    Shutdown,
+    GuestPanicked,
+    /// Paused because a disk has no space.
+    IoError,
+    Other,
+}
+
+/// One connection. Cheap to clone; the connection ends with the last clone.
+#[derive(Clone, Debug)]
+pub struct Qmp {
+    requests: mpsc::Sender<Request>,
+}
+
+#[derive(Debug)]
+struct Request {
+    command: String,
+    arguments: Value,
+    answer: oneshot::Sender<Result<Value, QmpError>>,
+}
+
+#[derive(Deserialize)]
+struct Incoming {
+    #[serde(rename = "QMP")]
+    greeting: Option<Value>,
+    event: Option<String>,
+    #[serde(default)]
+    data: Value,
+    id: Option<u64>,
+    #[serde(rename = "return")]
+    value: Option<Value>,
+    error: Option<Refusal>,
+}
+
+#[derive(Deserialize)]
+struct Refusal {
+    class: String,
+    desc: String,
+}
+
+impl Qmp {
+    /// Takes up the conversation: greeting, then command mode. Events arrive from then on.
+    pub async fn connect(stream: UnixStream) -> Result<(Self, mpsc::UnboundedReceiver<QmpEvent>), QmpError> {
+        let (read, write) = stream.into_split();
+        let mut lines = BufReader::new(read).lines();
+        let timeout = || QmpError::Timeout { command: "its greeting".to_owned(), limit: GREETING_LIMIT };
+        let greeting = tokio::time::timeout(GREETING_LIMIT, lines.next_line()).await.map_err(|_| timeout())??;
+        let greeting = greeting.ok_or(QmpError::Closed)?;
+        parse(&greeting)?.greeting.ok_or(QmpError::Malformed(greeting))?;
+
+        let (requests, incoming_requests) = mpsc::channel(8);
+        let (events, incoming_events) = mpsc::unbounded_channel();
+        let pending = Pending::default();
+        let reader = tokio::spawn(read_answers(lines, pending.clone(), events));
+        tokio::spawn(write_commands(write, incoming_requests, pending, reader));
+        let qmp = Self { requests };
+        qmp.execute("qmp_capabilities", json!({})).await?;
+        Ok((qmp, incoming_events))
+    }
+
+    pub async fn run_state(&self) -> Result<RunState, QmpError> {
+        let status = self.execute("query-status", json!({})).await?;
+        Ok(match status["status"].as_str() {
+            Some("running") => RunState::Running,
+            Some("shutdown") => RunState::Shutdown,
+            Some("guest-panicked") => RunState::GuestPanicked,
+            Some("io-error") => RunState::IoError,
+            _ => RunState::Other,
+        })
+    }
+
+    /// Lets a paused guest go on.
+    pub async fn resume(&self) -> Result<(), QmpError> {
+        self.execute("cont", json!({})).await.map(drop)
+    }
+
+    /// Ends QEMU. The answer may be lost with it: look at the process.
+    pub async fn quit(&self) -> Result<(), QmpError> {
+        self.execute("quit", json!({})).await.map(drop)
+    }
+
+    async fn execute(&self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+        let (answer, answered) = oneshot::channel();
+        let request = Request { command: command.to_owned(), arguments, answer };
+        self.requests.send(request).await.map_err(|_| QmpError::Closed)?;
+        let timeout = || QmpError::Timeout { command: command.to_owned(), limit: ANSWER_LIMIT };
+        tokio::time::timeout(ANSWER_LIMIT, answered).await.map_err(|_| timeout())?.map_err(|_| QmpError::Closed)?
+    }
+}
+
+/// Commands that wait for their answer, by id.
+#[derive(Clone, Debug, Default)]
+struct Pending(Arc<Mutex<HashMap<u64, Request>>>);
+
+impl Pending {
+    fn put(&self, id: u64, request: Request) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(id, request);
+    }
+
+    fn take(&self, id: u64) -> Option<Request> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&id)
+    }
+
+    fn clear(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+}
+
+async fn write_commands(
+    mut socket: OwnedWriteHalf,
+    mut requests: mpsc::Receiver<Request>,
+    pending: Pending,
+    reader: JoinHandle<()>,
+) {
+    let mut id = 0;
+    loop {
+        let Some(request) = requests.recv().await else {
+            // Nobody asks any more: QEMU serves the next client only after this one is gone.
+            return reader.abort();
+        };
+        id += 1;
+        let mut line =
+            json!({ "execute": &request.command, "arguments": &request.arguments, "id": id }).to_string().into_bytes();
+        line.push(b'\n');
+        pending.put(id, request);
+        if reader.is_finished() || socket.write_all(&line).await.is_err() {
+            return pending.clear();
+        }
+    }
+}
+
+async fn read_answers(
+    mut lines: Lines<BufReader<OwnedReadHalf>>,
+    pending: Pending,
+    events: mpsc::UnboundedSender<QmpEvent>,
+) {
+    while let Ok(Some(line)) = lines.next_line().await {
+        let Ok(message) = parse(&line) else {
+            tracing::warn!(%line, "QEMU said something that is no QMP");
+            break;
+        };
+        if let Some(event) = message.event.as_deref().and_then(|name| event(name, &message.data)) {
+            // Nobody listening is the same as nobody asking.
+            let _ = events.send(event);
+        }
+        let Some(request) = message.id.and_then(|id| pending.take(id)) else { continue };
+        let command = request.command;
+        let result = match (message.value, message.error) {
+            (Some(value), None) => Ok(value),
+            (_, Some(error)) => Err(QmpError::Refused { command, class: error.class, description: error.desc }),
+            (None, None) => Err(QmpError::Malformed(line)),
+        };
+        let _ = request.answer.send(result);
+    }
+    pending.clear();
+    let _ = events.send(QmpEvent::Closed);
+}
+
+fn parse(line: &str) -> Result<Incoming, QmpError> {
+    serde_json::from_str(line).map_err(|_| QmpError::Malformed(line.chars().take(200).collect()))
+}
+
+fn event(name: &str, data: &Value) -> Option<QmpEvent> {
+    let text = |key: &str| data[key].as_str().unwrap_or_default().to_owned();
+    Some(match name {
+        "SHUTDOWN" => QmpEvent::Shutdown { by_guest: data["guest"].as_bool().unwrap_or(false), reason: text("reason") },
+        "GUEST_PANICKED" => QmpEvent::GuestPanicked,
+        "VSERPORT_CHANGE" => QmpEvent::AgentPort { open: data["open"].as_bool().unwrap_or(false) },
+        "BLOCK_IO_ERROR" => QmpEvent::BlockError { device: text("node-name"), stopped: text("action") == "stop" },
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    async fn pair() -> (Qmp, mpsc::UnboundedReceiver<QmpEvent>, Lines<BufReader<OwnedReadHalf>>, OwnedWriteHalf) {
+        let (client, server) = UnixStream::pair().unwrap();
+        let (read, mut write) = server.into_split();
+        let mut lines = BufReader::new(read).lines();
+        let qemu = async {
+            write.write_all(b"{\"QMP\": {\"version\": {}}}\n").await.unwrap();
+            let hello: Value = serde_json::from_str(&lines.next_line().await.unwrap().unwrap()).unwrap();
+            assert_eq!(hello["execute"], "qmp_capabilities");
+            write.write_all(format!("{{\"return\": {{}}, \"id\": {}}}\n", hello["id"]).as_bytes()).await.unwrap();
+        };
+        let (connected, ()) = tokio::join!(Qmp::connect(client), qemu);
+        let (qmp, events) = connected.unwrap();
+        (qmp, events, lines, write)
+    }
+
+    #[tokio::test]
+    async fn events_between_a_command_and_its_answer_are_told_apart() {
+        let (qmp, mut events, mut lines, mut write) = pair().await;
+        let qemu = async {
+            let ask: Value = serde_json::from_str(&lines.next_line().await.unwrap().unwrap()).unwrap();
+            let answers = format!(
+                "{{\"event\": \"SHUTDOWN\", \"data\": {{\"guest\": true, \"reason\": \"guest-shutdown\"}}}}\n\
+                 {{\"event\": \"OF_A_LATER_QEMU\"}}\n\
+                 {{\"return\": {{\"status\": \"shutdown\"}}, \"id\": {}}}\n",
+                ask["id"]
+            );
+            write.write_all(answers.as_bytes()).await.unwrap();
+        };
+        let (state, ()) = tokio::join!(qmp.run_state(), qemu);
+        assert_eq!(state.unwrap(), RunState::Shutdown);
+        let expected = QmpEvent::Shutdown { by_guest: true, reason: "guest-shutdown".to_owned() };
+        assert_eq!(events.recv().await, Some(expected));
+    }
+
+    #[tokio::test]
+    async fn a_command_in_flight_fails_when_qemu_dies() {
+        let (qmp, mut events, lines, write) = pair().await;
+        let quit = tokio::spawn(async move { qmp.quit().await });
+        drop((lines, write));
+        assert!(matches!(quit.await.unwrap(), Err(QmpError::Closed | QmpError::Io(_))));
+        assert_eq!(events.recv().await, Some(QmpEvent::Closed));
+    }
+
+    #[tokio::test]
+    async fn a_refusal_carries_qemus_words() {
+        let (qmp, _events, mut lines, mut write) = pair().await;
+        let qemu = async {
+            let ask: Value = serde_json::from_str(&lines.next_line().await.unwrap().unwrap()).unwrap();
+            let error = json!({ "error": { "class": "GenericError", "desc": "no" }, "id": ask["id"] });
+            write.write_all(format!("{error}\n").as_bytes()).await.unwrap();
+        };
+        let (result, ()) = tokio::join!(qmp.resume(), qemu);
+        assert_eq!(result.unwrap_err().to_string(), "QEMU refused cont: GenericError: no");
+    }
+}
