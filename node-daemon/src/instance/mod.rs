@@ -1,61 +1,232 @@
 //! One state machine for each Instance: what runs on this host.
+//!
+//! [`Instances`] supervises them. Each Instance is a task that owns its VM and its record on disk; what it decides is in
+//! [`machine`], which is pure. A daemon that starts finds by listing what an earlier one left ([`recover`]): what runs is
+//! adopted, what does not is ended, and the order at an end is always the same: the process is reaped, the traces on the
+//! host are removed, the holder records are released, the Ended event is on the disk, the directory goes.
 
-use kibo_crds::{Bytes, InstanceId, MilliCpu};
-use kibo_protocol::v1;
+mod console;
+mod control;
+mod files;
+mod launching;
+mod machine;
+mod recover;
+mod releasing;
+mod root_image;
+mod task;
+mod types;
+mod vm;
 
-/// What the session and the admission need to know of an Instance.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Summary {
-    pub id: InstanceId,
-    pub workspace_uid: String,
-    pub state: v1::InstanceState,
-    pub cpu: MilliCpu,
-    /// Guest memory and the VMM's own.
-    pub allocated_memory: Bytes,
+use std::{
+    collections::BTreeMap,
+    path::PathBuf,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use futures::Stream;
+use kibo_crds::{InstanceId, ObjectUid};
+use kibo_guest_protocol::v1 as guest_v1;
+use kibo_protocol::v1::{self, EndReason, StreamFailure};
+use tokio::sync::{mpsc, watch};
+
+use crate::{
+    guest::Guest,
+    launch::{Launch, instance_id},
+    log_store::LogStore,
+    pool::Pools,
+    spool::EventSpool,
+    vmm::Vmm,
+};
+use files::{InstanceDirs, Record};
+use machine::Input;
+use vm::Report;
+
+pub use files::FilesError;
+pub use machine::{Bounds, Ending};
+pub use recover::RecoverError;
+pub use root_image::{RootImage, find as find_root_image};
+pub use types::{ExecExit, ExecOutput, ExecStream, LogChunk, StopMode, StreamError, Summary};
+
+/// What Instances are made from.
+#[derive(Clone)]
+pub struct Deps {
+    pub state_dir: PathBuf,
+    /// Where root images are.
+    pub images_dir: PathBuf,
+    pub vmm: Vmm,
+    pub pools: Arc<Pools>,
+    pub spool: Arc<EventSpool>,
+    pub logs: Arc<LogStore>,
+    pub bounds: Bounds,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum StopMode {
-    /// Ends when the guest has confirmed its writeback.
-    Normal,
-    /// One short sync, then the end; supersedes a normal stop.
-    Force,
+/// All Instances of this node. Cheap to clone.
+#[derive(Clone)]
+pub struct Instances(Arc<Inner>);
+
+struct Inner {
+    deps: Deps,
+    dirs: InstanceDirs,
+    running: Mutex<BTreeMap<InstanceId, Handle>>,
+    changed: watch::Sender<u64>,
 }
 
-/// An open exec. Both directions are bounded: whoever does not read is not sent more.
-pub struct ExecStream {
-    /// Dropped: standard input is closed.
-    pub stdin: tokio::sync::mpsc::Sender<bytes::Bytes>,
-    /// Ends with an [`ExecOutput::Exit`], or without one when the guest or its channel is gone.
-    /// Dropped: the process is killed.
-    pub output: tokio::sync::mpsc::Receiver<ExecOutput>,
+/// How to reach an Instance's task.
+struct Handle {
+    summary: Summary,
+    reports: mpsc::UnboundedSender<Report>,
+    guest: Option<Guest>,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ExecOutput {
-    Stdout(bytes::Bytes),
-    Stderr(bytes::Bytes),
-    Exit(ExecExit),
-    /// The process could not be started, or the channel to the guest was lost.
-    Failed(StreamError),
+impl Instances {
+    /// Takes up what an earlier daemon left: adopts what runs, ends what does not, removes what belongs to nothing.
+    pub async fn recover(deps: Deps) -> Result<Self, RecoverError> {
+        let dirs = InstanceDirs::open(&deps.state_dir)?;
+        let inner = Inner { deps, dirs, running: Mutex::default(), changed: watch::Sender::new(0) };
+        let instances = Self(Arc::new(inner));
+        recover::recover(&instances.0).await?;
+        Ok(instances)
+    }
+
+    /// What runs or is being started or stopped. What has ended is in the spool.
+    pub fn list(&self) -> Vec<Summary> {
+        self.0.lock().values().map(|handle| handle.summary.clone()).collect()
+    }
+
+    /// Changes whenever an Instance comes, goes or enters another state.
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.0.changed.subscribe()
+    }
+
+    /// Starts an Instance, once: also asked again, also after its end. What becomes of it is told by events.
+    pub fn start(&self, launch: Launch) {
+        let instance = launch.instance();
+        if self.0.deps.spool.has_ended(instance) {
+            return;
+        }
+        let Some(reports) = self.0.register(&launch, v1::InstanceState::Starting) else { return };
+        let inner = self.0.clone();
+        tokio::spawn(task::run_new(inner, launch, reports));
+    }
+
+    /// Stops an Instance; the end is told by an event. False when it does not exist here.
+    pub fn stop(&self, instance: InstanceId, mode: StopMode) -> bool {
+        self.0.tell(instance, Input::Stop(mode))
+    }
+
+    /// Ends an Instance at once because the control plane does not hold it. False when it does not exist here.
+    pub fn tear_down(&self, instance: InstanceId, reason: &str) -> bool {
+        self.0.tell(instance, Input::End(Ending::new(EndReason::TornDown, reason)))
+    }
+
+    /// Ends all at once and returns when nothing of them is left.
+    pub async fn destroy_all(&self, reason: EndReason, message: &str) {
+        let mut changes = self.0.changed.subscribe();
+        loop {
+            changes.mark_unchanged();
+            let ids: Vec<InstanceId> = self.0.lock().keys().copied().collect();
+            if ids.is_empty() {
+                return;
+            }
+            for id in ids {
+                self.0.tell(id, Input::End(Ending::new(reason, message)));
+            }
+            if changes.changed().await.is_err() {
+                return;
+            }
+        }
+    }
+
+    /// Runs a command in a guest.
+    pub async fn exec(&self, request: v1::ExecRequest) -> Result<ExecStream, StreamError> {
+        let invalid = |message: String| StreamError { failure: StreamFailure::Invalid, message };
+        let instance = instance_id(&request.instance_id).map_err(|error| invalid(error.to_string()))?;
+        let guest = self.0.lock().get(&instance).map(|handle| handle.guest.clone());
+        let guest = guest.ok_or_else(|| StreamError {
+            failure: StreamFailure::NoInstance,
+            message: format!("{instance} does not run on this node"),
+        })?;
+        let guest = guest.ok_or_else(|| StreamError {
+            failure: StreamFailure::GuestUnavailable,
+            message: format!("the guest of {instance} is not started yet"),
+        })?;
+        if request.command.is_empty() {
+            return Err(invalid("the command is empty".to_owned()));
+        }
+        let env = request.env.into_iter().map(|(name, value)| guest_v1::EnvVar { name, value }).collect();
+        let process = guest_v1::Process { argv: request.command, env, cwd: request.working_dir, user: String::new() };
+        guest.exec(process, request.stdin).await
+    }
+
+    /// What a Workspace printed on this node. With `follow`, it ends with the Instance.
+    pub fn log(
+        &self,
+        workspace_uid: &str,
+        tail_lines: Option<u64>,
+        follow: bool,
+    ) -> Result<impl Stream<Item = LogChunk> + Send + use<>, StreamError> {
+        let failed = |failure, message| StreamError { failure, message };
+        let workspace: ObjectUid = workspace_uid
+            .parse()
+            .map_err(|error: kibo_crds::NameError| failed(StreamFailure::Invalid, error.to_string()))?;
+        self.0.deps.logs.read(&workspace, tail_lines, follow).map_err(|error| {
+            failed(StreamFailure::GuestUnavailable, format!("failed to read the log of {workspace}: {error}"))
+        })
+    }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ExecExit {
-    Code(i32),
-    Signal(i32),
-}
+impl Inner {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<InstanceId, Handle>> {
+        // Every change under the lock is one insertion, removal or assignment.
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LogChunk {
-    pub is_stderr: bool,
-    pub data: bytes::Bytes,
-}
+    fn changed(&self) {
+        self.changed.send_modify(|count| *count += 1);
+    }
 
-/// Why a stream cannot be.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{message}")]
-pub struct StreamError {
-    pub failure: v1::StreamFailure,
-    pub message: String,
+    /// A place for an Instance; `None` when it has one.
+    fn register(&self, launch: &Launch, state: v1::InstanceState) -> Option<task::Reports> {
+        let (sender, receiver) = mpsc::unbounded_channel();
+        let summary = Summary {
+            id: launch.instance(),
+            workspace_uid: launch.workspace.uid.clone(),
+            state,
+            cpu: launch.cpu,
+            allocated_memory: launch.allocated_memory,
+        };
+        let mut running = self.lock();
+        if running.contains_key(&launch.instance()) {
+            return None;
+        }
+        running.insert(launch.instance(), Handle { summary, reports: sender.clone(), guest: None });
+        drop(running);
+        self.changed();
+        Some(task::Reports { sender, receiver })
+    }
+
+    fn tell(&self, instance: InstanceId, input: Input) -> bool {
+        self.lock().get(&instance).is_some_and(|handle| handle.reports.send(Report::Input(input)).is_ok())
+    }
+
+    fn entered(&self, instance: InstanceId, state: v1::InstanceState) {
+        let changed = self.lock().get_mut(&instance).is_some_and(|handle| {
+            let old = std::mem::replace(&mut handle.summary.state, state);
+            old != state
+        });
+        if changed {
+            self.changed();
+        }
+    }
+
+    fn set_guest(&self, instance: InstanceId, guest: Option<Guest>) {
+        if let Some(handle) = self.lock().get_mut(&instance) {
+            handle.guest = guest;
+        }
+    }
+
+    fn forget(&self, instance: InstanceId) {
+        self.lock().remove(&instance);
+        self.changed();
+    }
 }

@@ -1,0 +1,357 @@
+//! The task that talks with one guest.
+
+use std::{
+    collections::{HashMap, hash_map::Entry},
+    io,
+    time::Duration,
+};
+
+use bytes::Bytes;
+use kibo_guest_protocol::{ENTROPY_LEN, HostConnection, HostEvent, Nonce, StreamId, host::Violation, v1};
+use rand::TryRngCore as _;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::UnixStream,
+    sync::{mpsc, oneshot},
+    time::{Interval, MissedTickBehavior, interval},
+};
+
+use super::{
+    Command, ExecId, GuestEvent, LogSink,
+    exec::{ExecEvent, Opened, unavailable},
+};
+use crate::{clock, vmm::SocketDir};
+
+/// Between two pings, and between two hellos that nobody answered.
+const BEAT: Duration = Duration::from_secs(2);
+/// So many beats without a byte from the guest: it does not respond. Beats are counted, not seconds, so that a daemon
+/// that was itself stopped for a while does not blame the guest.
+const SILENT_BEATS: u32 = 7;
+const RECONNECT: Duration = Duration::from_millis(200);
+const READ_BUFFER: usize = 64 * 1024;
+
+/// Connects and talks, again and again, until nobody holds the handle any more.
+pub(super) async fn converse(
+    sockets: SocketDir,
+    commands: mpsc::UnboundedReceiver<Command>,
+    events: mpsc::UnboundedSender<GuestEvent>,
+    log: impl LogSink,
+    known: bool,
+) {
+    let health = Health { known, ..Health::default() };
+    let mut talk = Conversation { commands, events, log, next_exec: 1, health };
+    while !talk.commands.is_closed() || !talk.commands.is_empty() {
+        let stream = match sockets.connect(crate::vmm::AGENT_SOCKET).await {
+            Ok(stream) => stream,
+            Err(error) => {
+                tracing::debug!(%error, "the agent's socket cannot be reached");
+                talk.wait().await;
+                continue;
+            }
+        };
+        match talk.over(stream).await {
+            Ok(()) => return,
+            Err(Broken::Io(error)) => tracing::debug!(%error, "the connection to the guest is gone"),
+            Err(Broken::Violation(violation)) => {
+                tracing::warn!(%violation, "the guest broke the protocol; its connection was closed");
+            }
+        }
+        talk.wait().await;
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+enum Broken {
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    #[error(transparent)]
+    Violation(#[from] Violation),
+}
+
+struct Conversation<L> {
+    commands: mpsc::UnboundedReceiver<Command>,
+    events: mpsc::UnboundedSender<GuestEvent>,
+    log: L,
+    next_exec: ExecId,
+    health: Health,
+}
+
+/// Whether the guest is heard.
+#[derive(Debug, Default)]
+struct Health {
+    /// The agent answered once; before that it boots, which is not its failure.
+    known: bool,
+    silent_beats: u32,
+    unresponsive: bool,
+}
+
+impl Health {
+    fn beat(&mut self) -> Option<GuestEvent> {
+        if !self.known {
+            return None;
+        }
+        self.silent_beats += 1;
+        (self.silent_beats > SILENT_BEATS && !std::mem::replace(&mut self.unresponsive, true))
+            .then_some(GuestEvent::Unresponsive)
+    }
+
+    fn heard(&mut self) -> Option<GuestEvent> {
+        self.known = true;
+        self.silent_beats = 0;
+        std::mem::take(&mut self.unresponsive).then_some(GuestEvent::Responsive)
+    }
+}
+
+impl<L: LogSink> Conversation<L> {
+    /// Between two connections: what is asked now cannot be had.
+    async fn wait(&mut self) {
+        tokio::time::sleep(RECONNECT).await;
+        while let Ok(command) = self.commands.try_recv() {
+            refuse(command);
+        }
+        // Without a connection there is no beat; a wait is shorter than one, but nothing else tells the time here.
+        self.report(Health::beat);
+    }
+
+    /// Talks over one connection until it breaks (an error) or nobody holds the handle.
+    async fn over(&mut self, mut stream: UnixStream) -> Result<(), Broken> {
+        let connection = HostConnection::open(Nonce::new(random()?), self.log.offset());
+        let mut link = Link { connection, execs: HashMap::new() };
+        let mut beats = beats();
+        let mut buffer = vec![0; READ_BUFFER];
+        let (mut read, mut write) = stream.split();
+        loop {
+            let outgoing = link.connection.outgoing();
+            tokio::select! {
+                len = read.read(&mut buffer) => {
+                    let len = len?;
+                    if len == 0 {
+                        return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
+                    }
+                    link.connection.receive(&buffer[..len])?;
+                    self.take_events(&mut link);
+                }
+                len = write.write(outgoing), if !outgoing.is_empty() => {
+                    let len = len?;
+                    link.connection.written(len);
+                }
+                command = self.commands.recv() => match command {
+                    Some(command) => self.obey(&mut link, command)?,
+                    None => return Ok(()),
+                },
+                _ = beats.tick() => {
+                    self.report(Health::beat);
+                    link.beat();
+                }
+            }
+        }
+    }
+
+    fn report(&mut self, what: impl FnOnce(&mut Health) -> Option<GuestEvent>) {
+        if let Some(event) = what(&mut self.health) {
+            self.emit(event);
+        }
+    }
+
+    fn emit(&self, event: GuestEvent) {
+        // The Instance stops listening when it has ended; the rest is of no interest then.
+        let _ = self.events.send(event);
+    }
+
+    fn take_events(&mut self, link: &mut Link) {
+        while let Some(event) = link.connection.next_event() {
+            // Only what bears our nonce counts as a sign of life.
+            self.report(Health::heard);
+            match event {
+                HostEvent::Connected(reply) => self.emit(GuestEvent::Connected(reply)),
+                HostEvent::ConfigureResult(result) => self.emit(GuestEvent::Configured(result)),
+                HostEvent::SyncDone(done) => self.emit(GuestEvent::Synced { id: done.id, error: done.error }),
+                HostEvent::ShuttingDown => self.emit(GuestEvent::ShuttingDown),
+                HostEvent::Entrypoint(state) => self.emit(GuestEvent::Entrypoint(state)),
+                HostEvent::Log(data) => {
+                    self.log.store(&data);
+                    link.send(v1::LogAck { offset: self.log.offset() });
+                }
+                HostEvent::Pong(_) | HostEvent::ExecStarted { .. } | HostEvent::OutputClosed { .. } => {}
+                HostEvent::Output { stream, output, data } => link.output(stream, output, data),
+                HostEvent::StdinWritable { stream } => link.push_stdin(stream),
+                HostEvent::ExecEnded { stream, end } => link.ended(stream, end),
+            }
+        }
+    }
+
+    fn obey(&mut self, link: &mut Link, command: Command) -> io::Result<()> {
+        if !link.connection.is_connected() {
+            refuse(command);
+            return Ok(());
+        }
+        match command {
+            Command::Configure(configure) => {
+                let entropy = entropy()?;
+                link.send(v1::Configure { time_unix_nanos: clock::unix_nanos(), entropy, ..*configure });
+            }
+            Command::Sync(id) => link.send(v1::Sync { id }),
+            Command::Shutdown { grace_millis } => link.send(v1::Shutdown { grace_millis }),
+            Command::Exec { process, stdin, opened } => {
+                let id = self.next_exec;
+                self.next_exec += 1;
+                link.exec(id, process, stdin, opened);
+            }
+            Command::Stdin { exec, data, taken } => link.stdin(exec, data, taken),
+            Command::CloseStdin(exec) => link.close_stdin(exec),
+            Command::Consumed { exec, output, len } => {
+                if let Some((stream, _)) = link.find(exec) {
+                    link.connection.consumed(stream, output, len);
+                }
+            }
+            Command::Abandon(exec) => {
+                if let Some((stream, _)) = link.find(exec) {
+                    link.connection.abandon(stream);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Answers what cannot be done now. What is no question is asked again by whoever wants it, after the next hello.
+fn refuse(command: Command) {
+    if let Command::Exec { opened, .. } = command {
+        let _ = opened.send(Err(unavailable()));
+    }
+}
+
+/// One connection and the execs on it.
+struct Link {
+    connection: HostConnection,
+    execs: HashMap<StreamId, Exec>,
+}
+
+struct Exec {
+    id: ExecId,
+    events: mpsc::UnboundedSender<ExecEvent>,
+    /// Input that the window does not take yet; the next piece comes only after this one.
+    waiting: Option<(Bytes, oneshot::Sender<()>)>,
+}
+
+impl Drop for Exec {
+    fn drop(&mut self) {
+        // After an end nobody listens any more; otherwise the connection broke.
+        let _ = self.events.send(ExecEvent::Lost);
+    }
+}
+
+impl Link {
+    fn beat(&mut self) {
+        if self.connection.is_connected() {
+            self.send(v1::Ping { id: 0 });
+        } else if self.connection.outgoing().is_empty() {
+            self.connection.say_hello();
+        }
+    }
+
+    fn send(&mut self, message: impl Into<v1::host_message::Kind>) {
+        if let Err(error) = self.connection.send(message) {
+            tracing::error!(%error, "a message to the guest is too long and was not sent");
+        }
+    }
+
+    fn exec(
+        &mut self,
+        id: ExecId,
+        process: v1::Process,
+        stdin: bool,
+        opened: oneshot::Sender<Result<Opened, crate::instance::StreamError>>,
+    ) {
+        let stream = match self.connection.exec(process, stdin) {
+            Ok(stream) => stream,
+            Err(too_long) => {
+                let failure = kibo_protocol::v1::StreamFailure::Invalid;
+                let _ = opened.send(Err(crate::instance::StreamError { failure, message: too_long.to_string() }));
+                return;
+            }
+        };
+        let (events, incoming) = mpsc::unbounded_channel();
+        self.execs.insert(stream, Exec { id, events, waiting: None });
+        if opened.send(Ok(Opened { id, events: incoming })).is_err() {
+            self.connection.abandon(stream);
+        }
+    }
+
+    fn find(&mut self, id: ExecId) -> Option<(StreamId, &mut Exec)> {
+        self.execs.iter_mut().find(|(_, exec)| exec.id == id).map(|(stream, exec)| (*stream, exec))
+    }
+
+    fn stdin(&mut self, id: ExecId, data: Bytes, taken: oneshot::Sender<()>) {
+        let Some((stream, exec)) = self.find(id) else { return };
+        exec.waiting = Some((data, taken));
+        self.push_stdin(stream);
+    }
+
+    fn push_stdin(&mut self, stream: StreamId) {
+        let Entry::Occupied(mut exec) = self.execs.entry(stream) else { return };
+        let Some((mut data, taken)) = exec.get_mut().waiting.take() else { return };
+        let len = self.connection.write_stdin(stream, &data);
+        let rest = data.split_off(len);
+        if rest.is_empty() {
+            let _ = taken.send(());
+        } else {
+            exec.get_mut().waiting = Some((rest, taken));
+        }
+    }
+
+    fn close_stdin(&mut self, id: ExecId) {
+        if let Some((stream, _)) = self.find(id) {
+            self.connection.close_stdin(stream);
+        }
+    }
+
+    fn output(&mut self, stream: StreamId, output: v1::Output, data: Vec<u8>) {
+        let Some(exec) = self.execs.get(&stream) else { return };
+        if exec.events.send(ExecEvent::Output(output, data)).is_err() {
+            self.connection.abandon(stream);
+        }
+    }
+
+    fn ended(&mut self, stream: StreamId, end: kibo_guest_protocol::ProcessEnd) {
+        if let Some(exec) = self.execs.remove(&stream) {
+            let _ = exec.events.send(ExecEvent::Ended(end));
+        }
+    }
+}
+
+fn beats() -> Interval {
+    let mut beats = interval(BEAT);
+    beats.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    beats
+}
+
+fn random() -> io::Result<u64> {
+    rand::rngs::OsRng.try_next_u64().map_err(io::Error::other)
+}
+
+fn entropy() -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; ENTROPY_LEN];
+    rand::rngs::OsRng.try_fill_bytes(&mut bytes).map_err(io::Error::other)?;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod health_tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_that_was_never_heard_is_not_blamed() {
+        let mut health = Health::default();
+        assert!((0..100).all(|_| health.beat().is_none()));
+    }
+
+    #[test]
+    fn silence_is_told_once_and_so_is_its_end() {
+        let mut health = Health::default();
+        assert_eq!(health.heard(), None);
+        let told: Vec<_> = (0..100).filter_map(|_| health.beat()).collect();
+        assert_eq!(told, [GuestEvent::Unresponsive]);
+        assert_eq!((health.heard(), health.heard()), (Some(GuestEvent::Responsive), None));
+    }
+}

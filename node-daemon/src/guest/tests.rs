@@ -1,0 +1,180 @@
+//! Conversations with the agent's end of the protocol, over a real socket.
+
+use std::os::unix::net::UnixListener as StdListener;
+
+use bytes::Bytes;
+use kibo_guest_protocol::{GuestConnection, GuestEvent as FromHost};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::{UnixListener, UnixStream},
+};
+
+use super::*;
+use crate::{
+    instance::{ExecExit, ExecOutput},
+    vmm::AGENT_SOCKET,
+};
+
+/// The other end: says what the test tells it to.
+struct Agent {
+    socket: UnixStream,
+    connection: GuestConnection,
+}
+
+#[derive(Default)]
+struct Log(Vec<u8>);
+
+impl LogSink for Log {
+    fn offset(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    fn store(&mut self, data: &v1::LogData) {
+        self.0.extend_from_slice(&data.data);
+    }
+}
+
+struct Fixture {
+    _directory: tempfile::TempDir,
+    listener: UnixListener,
+    guest: Guest,
+    events: mpsc::UnboundedReceiver<GuestEvent>,
+}
+
+fn fixture() -> Fixture {
+    let directory = tempfile::tempdir().unwrap();
+    let sockets = SocketDir::open(directory.path()).unwrap();
+    let listener: StdListener = sockets.listen(AGENT_SOCKET).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let listener = UnixListener::from_std(listener).unwrap();
+    let (guest, events, conversation) = Guest::converse(sockets, Log::default(), false);
+    tokio::spawn(conversation);
+    Fixture { _directory: directory, listener, guest, events }
+}
+
+impl Fixture {
+    /// Accepts a connection and answers its hello.
+    async fn connect(&mut self) -> Agent {
+        let (socket, _) = self.listener.accept().await.unwrap();
+        let mut agent = Agent { socket, connection: GuestConnection::default() };
+        let hello = agent.hear().await;
+        assert!(matches!(hello, FromHost::Connected(_)), "{hello:?}");
+        agent.connection.reply(v1::HelloReply { boot_id: "boot".to_owned(), ..v1::HelloReply::default() });
+        agent.flush().await;
+        let connected = self.events.recv().await.unwrap();
+        assert!(matches!(connected, GuestEvent::Connected(_)), "{connected:?}");
+        agent
+    }
+}
+
+impl Agent {
+    /// The next message that is no ping.
+    async fn hear(&mut self) -> FromHost {
+        let mut buffer = vec![0; 64 * 1024];
+        loop {
+            match self.connection.next_event() {
+                Some(FromHost::Message(message)) if matches!(*message, v1::host_message::Kind::Ping(_)) => {}
+                Some(event) => return event,
+                None => {
+                    let len = self.socket.read(&mut buffer).await.unwrap();
+                    assert_ne!(len, 0, "the daemon hung up");
+                    self.connection.receive(&buffer[..len]);
+                }
+            }
+        }
+    }
+
+    async fn hear_message(&mut self) -> v1::host_message::Kind {
+        match self.hear().await {
+            FromHost::Message(message) => *message,
+            other => panic!("expected a message, got {other:?}"),
+        }
+    }
+
+    async fn say(&mut self, message: impl Into<v1::guest_message::Kind>) {
+        self.connection.send(message).unwrap();
+        self.flush().await;
+    }
+
+    async fn flush(&mut self) {
+        let bytes = self.connection.outgoing().to_vec();
+        self.socket.write_all(&bytes).await.unwrap();
+        self.connection.written(bytes.len());
+    }
+}
+
+#[tokio::test]
+async fn a_lost_connection_is_made_anew_and_said_so() {
+    let mut fixture = fixture();
+    drop(fixture.connect().await);
+    let mut agent = fixture.connect().await;
+    fixture.guest.sync(7);
+    assert!(matches!(agent.hear_message().await, v1::host_message::Kind::Sync(v1::Sync { id: 7 })));
+}
+
+#[tokio::test]
+async fn a_configuration_has_the_time_and_entropy_of_its_sending() {
+    let mut fixture = fixture();
+    let mut agent = fixture.connect().await;
+    fixture.guest.configure(v1::Configure { instance_id: "inst-x".to_owned(), ..v1::Configure::default() });
+    let v1::host_message::Kind::Configure(configure) = agent.hear_message().await else { panic!("no configuration") };
+    assert_eq!(configure.instance_id, "inst-x");
+    assert_eq!(configure.entropy.len(), kibo_guest_protocol::ENTROPY_LEN);
+    let now = crate::clock::unix_nanos();
+    assert!(now.abs_diff(configure.time_unix_nanos) < 5_000_000_000);
+}
+
+#[tokio::test]
+async fn an_exec_carries_input_output_and_its_end() {
+    let mut fixture = fixture();
+    let mut agent = fixture.connect().await;
+    let process = v1::Process { argv: vec!["cat".to_owned()], ..v1::Process::default() };
+    let mut exec = fixture.guest.exec(process, true).await.unwrap();
+    let v1::host_message::Kind::Exec(asked) = agent.hear_message().await else { panic!("no exec") };
+    let stream_id = asked.stream_id;
+
+    exec.stdin.send(Bytes::from_static(b"hello")).await.unwrap();
+    let v1::host_message::Kind::StdinData(input) = agent.hear_message().await else { panic!("no input") };
+    assert_eq!(input.data, b"hello");
+    drop(exec.stdin);
+    assert!(matches!(agent.hear_message().await, v1::host_message::Kind::StdinClose(_)));
+
+    let output = v1::Output::Stderr.into();
+    agent.say(v1::OutputData { stream_id, output, data: b"hi".to_vec() }).await;
+    let status = Some(kibo_guest_protocol::ProcessEnd::Code(3).into());
+    agent.say(v1::ExecExited { stream_id, status }).await;
+    assert_eq!(exec.output.recv().await, Some(ExecOutput::Stderr(Bytes::from_static(b"hi"))));
+    assert_eq!(exec.output.recv().await, Some(ExecOutput::Exit(ExecExit::Code(3))));
+    assert_eq!(exec.output.recv().await, None);
+}
+
+#[tokio::test]
+async fn an_exec_ends_with_its_connection() {
+    let mut fixture = fixture();
+    let mut agent = fixture.connect().await;
+    let process = v1::Process { argv: vec!["sleep".to_owned()], ..v1::Process::default() };
+    let mut exec = fixture.guest.exec(process, false).await.unwrap();
+    agent.hear_message().await;
+    drop(agent);
+    assert!(matches!(exec.output.recv().await, Some(ExecOutput::Failed(_))));
+}
+
+#[tokio::test]
+async fn a_process_that_nobody_wants_is_killed() {
+    let mut fixture = fixture();
+    let mut agent = fixture.connect().await;
+    let process = v1::Process { argv: vec!["yes".to_owned()], ..v1::Process::default() };
+    let exec = fixture.guest.exec(process, false).await.unwrap();
+    agent.hear_message().await;
+    drop(exec);
+    let killed = agent.hear_message().await;
+    assert!(matches!(killed, v1::host_message::Kind::Signal(v1::Signal { number: 9, .. })), "{killed:?}");
+}
+
+#[tokio::test]
+async fn without_a_connection_an_exec_is_refused() {
+    let fixture = fixture();
+    let (_socket, _) = fixture.listener.accept().await.unwrap();
+    let refused = fixture.guest.exec(v1::Process::default(), false).await.unwrap_err();
+    assert_eq!(refused.failure, kibo_protocol::v1::StreamFailure::GuestUnavailable);
+}

@@ -1,0 +1,43 @@
+//! What the session asks of the Instances.
+
+use futures::{StreamExt as _, stream::BoxStream};
+use kibo_crds::InstanceId;
+use kibo_protocol::v1;
+
+use super::{ExecStream, Instances, LogChunk, StopMode, StreamError, Summary};
+use crate::{launch::Launch, session::InstanceControl};
+
+impl InstanceControl for Instances {
+    fn list(&self) -> Vec<Summary> {
+        self.list()
+    }
+
+    async fn start(&self, launch: Launch) {
+        self.start(launch);
+    }
+
+    fn stop(&self, instance: InstanceId, mode: StopMode) -> bool {
+        self.stop(instance, mode)
+    }
+
+    fn tear_down(&self, instance: InstanceId, reason: &str) -> bool {
+        self.tear_down(instance, reason)
+    }
+
+    async fn destroy_all(&self, reason: v1::EndReason, message: &str) {
+        self.destroy_all(reason, message).await;
+    }
+
+    async fn exec(&self, request: v1::ExecRequest) -> Result<ExecStream, StreamError> {
+        self.exec(request).await
+    }
+
+    fn log(
+        &self,
+        workspace_uid: &str,
+        tail_lines: Option<u64>,
+        follow: bool,
+    ) -> Result<BoxStream<'static, LogChunk>, StreamError> {
+        Ok(self.log(workspace_uid, tail_lines, follow)?.boxed())
+    }
+}

@@ -1,0 +1,134 @@
+//! What an earlier daemon left, found by listing: directories, processes, cgroups.
+
+use std::{collections::BTreeMap, io, sync::Arc, time::Duration};
+
+use kibo_crds::InstanceId;
+use kibo_protocol::v1::{EndReason, InstanceState};
+
+use super::{
+    FilesError, Inner, Record,
+    machine::Ending,
+    task::{self, Found},
+};
+use crate::{
+    launch::Launch,
+    vmm::{ProcessId, SocketDir, VmProcess, list_processes},
+};
+
+/// A killed process is reaped by its parent, which is not always us.
+const KILL_LIMIT: Duration = Duration::from_secs(10);
+
+#[derive(Debug, thiserror::Error)]
+pub enum RecoverError {
+    #[error(transparent)]
+    Files(#[from] FilesError),
+    #[error("failed to list the processes: {0}")]
+    Processes(io::Error),
+    #[error("failed to open the directory of {instance}: {source}")]
+    Directory { instance: InstanceId, source: io::Error },
+}
+
+/// Processes by the name of their Instance.
+type Processes = BTreeMap<String, Vec<ProcessId>>;
+
+pub async fn recover(inner: &Arc<Inner>) -> Result<(), RecoverError> {
+    let node = inner.deps.vmm.node().to_string();
+    let mut processes = Processes::new();
+    for (name, process) in list_processes(&node).map_err(RecoverError::Processes)? {
+        processes.entry(name).or_default().push(process);
+    }
+    for instance in inner.dirs.list()? {
+        let own = processes.remove(&instance.to_string()).unwrap_or_default();
+        recover_one(inner, instance, own).await?;
+    }
+    // Nobody knows what these were for, so nobody can have an interest in them.
+    for (name, strays) in processes {
+        tracing::warn!(name, "killing a VM of this node that has no directory");
+        kill_all(strays).await;
+    }
+    let known: Vec<String> = inner.lock().keys().map(InstanceId::to_string).collect();
+    for name in inner.deps.vmm.cgroups().list().into_iter().filter(|name| !known.contains(name)) {
+        tracing::warn!(name, "removing a cgroup that no Instance has");
+        if let Err(error) = inner.deps.vmm.cgroup(&name).remove() {
+            tracing::warn!(%error, "failed to remove a cgroup that no Instance has");
+        }
+    }
+    Ok(())
+}
+
+async fn recover_one(inner: &Arc<Inner>, instance: InstanceId, own: Vec<ProcessId>) -> Result<(), RecoverError> {
+    let directory = inner.dirs.of(instance);
+    let Some((record, launch)) = directory.load()? else {
+        // Killed before the record was written: nothing was done yet.
+        kill_all(own).await;
+        return Ok(directory.remove()?);
+    };
+    if inner.deps.spool.has_ended(instance) {
+        // Killed between the Ended event and the removal of the directory, the last two steps.
+        kill_all(own).await;
+        return Ok(directory.remove()?);
+    }
+    let process = choose(&record, own).await;
+    let found = found(inner, &record, &launch, process)?;
+    let state = match &found {
+        Found::Unstarted => InstanceState::Starting,
+        Found::Running(..) => InstanceState::Running,
+        Found::Gone(_) => InstanceState::Stopping,
+    };
+    if let Some(reports) = inner.register(&launch, state) {
+        tokio::spawn(task::run_found(inner.clone(), launch, record, reports, found));
+    }
+    Ok(())
+}
+
+/// The one process that is the Instance's VM. Two would write to the same disks; only the recorded one has a right to.
+async fn choose(record: &Record, mut own: Vec<ProcessId>) -> Option<VmProcess> {
+    let recorded = record.process.and_then(|recorded| own.iter().position(|process| *process == recorded));
+    let chosen = match recorded {
+        Some(index) => Some(own.swap_remove(index)),
+        // Killed between the start of the process and its record.
+        None if own.len() == 1 => own.pop(),
+        None => None,
+    };
+    kill_all(own).await;
+    let chosen = chosen?;
+    VmProcess::open(chosen.pid).ok().filter(|process| process.id() == chosen)
+}
+
+fn found(inner: &Inner, record: &Record, launch: &Launch, process: Option<VmProcess>) -> Result<Found, RecoverError> {
+    let instance = launch.instance();
+    Ok(match (process, &record.ending) {
+        (Some(process), _) => {
+            let sockets = SocketDir::open(inner.dirs.of(instance).path());
+            Found::Running(process, sockets.map_err(|source| RecoverError::Directory { instance, source })?)
+        }
+        (None, Some(ending)) => Found::Gone(ending.clone()),
+        // No guest was configured, so nothing was written and nobody was told that it runs.
+        (None, None) if !record.configured => Found::Unstarted,
+        (None, None) => {
+            let cgroup = inner.deps.vmm.cgroup(&instance.to_string());
+            let ending = if cgroup.oom_kills().is_some_and(|kills| kills > 0) {
+                let message = "the VM used more memory than its limit and was killed: give the Workspace more memory";
+                Ending::new(EndReason::OutOfMemory, message)
+            } else {
+                Ending::new(EndReason::VmmExited, "the VM ended while the daemon was away")
+            };
+            Found::Gone(ending)
+        }
+    })
+}
+
+async fn kill_all(processes: Vec<ProcessId>) {
+    for process in processes {
+        let Ok(running) = VmProcess::open(process.pid) else { continue };
+        if running.id() != process {
+            continue;
+        }
+        running.kill();
+        match tokio::time::timeout(KILL_LIMIT, running.exited()).await {
+            Ok(Ok(_)) => {}
+            Ok(Err(error)) => tracing::error!(pid = process.pid, %error, "failed to wait for a killed process"),
+            Err(_) => tracing::error!(pid = process.pid, "a killed process does not go: its disk may hang"),
+        }
+    }
+}

@@ -1,0 +1,368 @@
+//! The task of one Instance: feeds its state machine and does what that decides.
+
+use std::sync::Arc;
+
+use kibo_guest_protocol::{ProcessEnd, v1 as guest};
+use kibo_protocol::v1::{self as protocol, EndReason, instance_event::Kind};
+use tokio::{sync::mpsc, time::Instant};
+
+use super::{
+    Inner, Record,
+    files::InstanceDir,
+    launching,
+    machine::{Action, Ending, Input, State},
+    releasing,
+    vm::{self, Report, RunningVm, Watched},
+};
+use crate::{
+    guest::GuestEvent,
+    launch::Launch,
+    vmm::{ProcessId, SocketDir, Started, VmProcess},
+};
+
+/// What a guest gets to end its processes before they are killed.
+const SHUTDOWN_GRACE_MILLIS: u32 = 10_000;
+
+/// The mailbox of an Instance.
+pub struct Reports {
+    pub sender: mpsc::UnboundedSender<Report>,
+    pub receiver: mpsc::UnboundedReceiver<Report>,
+}
+
+/// Where an Instance begins that an earlier daemon left.
+pub enum Found {
+    /// It was being started and no VM runs: start it (again).
+    Unstarted,
+    Running(VmProcess, SocketDir),
+    /// No VM runs any more.
+    Gone(Ending),
+}
+
+pub struct Task {
+    inner: Arc<Inner>,
+    launch: Launch,
+    directory: InstanceDir,
+    record: Record,
+    state: State,
+    reports: Reports,
+    vm: Option<RunningVm>,
+    boot_id: String,
+}
+
+/// Runs a new Instance to its end.
+pub async fn run_new(inner: Arc<Inner>, launch: Launch, reports: Reports) {
+    let record = Record::new(&launch);
+    let directory = inner.dirs.of(launch.instance());
+    tracing::info!(instance = %launch.instance(), workspace = %launch.workspace.name, "starting");
+    let mut task = Task::new(inner, launch, directory, record, reports);
+    let created = {
+        let (directory, record) = (task.directory.clone(), task.record.clone());
+        blocking(move || directory.create(&record)).await
+    };
+    match created {
+        Ok(()) => task.launch().await,
+        Err(error) => task.send(Input::LaunchFailed(Ending::new(EndReason::VmmFailed, error.to_string()))),
+    }
+    task.run().await;
+}
+
+/// Runs an Instance of an earlier daemon to its end.
+pub async fn run_found(inner: Arc<Inner>, launch: Launch, record: Record, reports: Reports, found: Found) {
+    let directory = inner.dirs.of(launch.instance());
+    let mut task = Task::new(inner, launch, directory, record, reports);
+    match found {
+        Found::Unstarted => task.launch().await,
+        Found::Running(process, sockets) => task.adopt(process, sockets).await,
+        Found::Gone(ending) => task.send(Input::LaunchFailed(ending)),
+    }
+    task.run().await;
+}
+
+impl Task {
+    fn new(inner: Arc<Inner>, launch: Launch, directory: InstanceDir, record: Record, reports: Reports) -> Self {
+        let state = State::Starting { end: None };
+        Self { inner, launch, directory, record, state, reports, vm: None, boot_id: String::new() }
+    }
+
+    fn send(&self, input: Input) {
+        // Our own mailbox is open as long as we are.
+        let _ = self.reports.sender.send(Report::Input(input));
+    }
+
+    /// Takes the objects and starts the VM; the result is the first input.
+    async fn launch(&mut self) {
+        let process = match self.try_launch().await {
+            Ok(process) => process,
+            Err(ending) => return self.send(Input::LaunchFailed(ending)),
+        };
+        self.send(Input::Launched);
+        if let Err(ending) = self.remember(|record| record.process = Some(process)).await {
+            self.send(Input::End(ending));
+        }
+    }
+
+    async fn try_launch(&mut self) -> Result<ProcessId, Ending> {
+        let (inner, launch) = (self.inner.clone(), self.launch.clone());
+        let taken = blocking(move || launching::take(&inner.deps, &launch)).await?;
+        if !self.record.objects_taken {
+            let objects = taken.states();
+            self.tell(Kind::ObjectsTaken(protocol::ObjectsTaken { objects })).await;
+            self.remember(|record| record.objects_taken = true).await?;
+        }
+        let sockets = self.sockets()?;
+        let started: Started = {
+            let (inner, launch, sockets) = (self.inner.clone(), self.launch.clone(), sockets.clone());
+            blocking(move || launching::start(&inner.deps, &launch, taken, &sockets)).await?
+        };
+        let process = started.process.id();
+        self.watch(started.process, Some(started.complaints), sockets);
+        Ok(process)
+    }
+
+    /// Goes on with a VM that an earlier daemon started.
+    async fn adopt(&mut self, process: VmProcess, sockets: SocketDir) {
+        let instance = self.launch.instance();
+        tracing::info!(%instance, pid = process.id().pid, "adopting");
+        let id = process.id();
+        self.watch(process, None, sockets);
+        let remembered = self.remember(|record| record.process = Some(id)).await;
+        self.state = match self.record.ending.clone() {
+            // The guest was told to power off after its writeback; whether it has is seen at the VM.
+            Some(ending) if ending.reason == EndReason::Stopped && self.record.configured => State::PoweringOff,
+            Some(ending) => State::Ending(ending),
+            None if self.record.configured => State::Adopting,
+            None => State::Booting,
+        };
+        if let State::Ending(_) = self.state
+            && let Some(vm) = &self.vm
+        {
+            vm.kill();
+        }
+        if let Err(ending) = remembered {
+            self.send(Input::End(ending));
+        }
+        self.inner.entered(instance, self.state.reported());
+    }
+
+    fn sockets(&self) -> Result<SocketDir, Ending> {
+        SocketDir::open(self.directory.path()).map_err(|error| {
+            let message = format!("failed to open the directory {}: {error}", self.directory.path().display());
+            Ending::new(EndReason::VmmFailed, message)
+        })
+    }
+
+    fn watch(&mut self, process: VmProcess, complaints: Option<tokio::net::unix::pipe::Receiver>, sockets: SocketDir) {
+        let instance = self.launch.instance();
+        let deps = &self.inner.deps;
+        let log = deps.logs.writer(&self.launch.layer.object.uid, instance);
+        let cgroup = deps.vmm.cgroup(&instance.to_string());
+        let directory = self.directory.path().to_owned();
+        let watched = Watched { process, complaints, cgroup, directory, sockets };
+        let vm = RunningVm::watch(watched, log, self.record.configured, &self.reports.sender);
+        self.inner.set_guest(instance, Some(vm.guest.clone()));
+        self.vm = Some(vm);
+    }
+
+    /// Until nothing is left of the Instance.
+    async fn run(mut self) {
+        let instance = self.launch.instance();
+        let mut entered = Instant::now();
+        loop {
+            if let State::Releasing(ending) = &self.state {
+                let ending = ending.clone();
+                break self.release(ending).await;
+            }
+            let deadline = self.state.deadline(&self.inner.deps.bounds).map(|bound| entered + bound);
+            let report = tokio::select! {
+                biased;
+                report = self.reports.receiver.recv() => report,
+                () = async { tokio::time::sleep_until(deadline.unwrap_or(entered)).await }, if deadline.is_some() => {
+                    Some(Report::Input(Input::TimedOut))
+                }
+            };
+            let input = match report {
+                Some(Report::Input(input)) => Some(input),
+                Some(Report::Guest(event)) => self.heard(event).await,
+                None => unreachable!("the task holds a sender itself"),
+            };
+            let Some(input) = input else { continue };
+            let state = std::mem::replace(&mut self.state, State::Starting { end: None });
+            let (next, actions) = state.clone().step(input.clone());
+            if next != state {
+                tracing::info!(%instance, from = ?state, to = ?next, because = ?input, "instance");
+            }
+            if next != state || !actions.is_empty() {
+                entered = Instant::now();
+            }
+            self.state = next;
+            self.inner.entered(instance, self.state.reported());
+            for action in actions {
+                self.perform(action).await;
+            }
+        }
+        self.inner.forget(instance);
+    }
+
+    /// Notes what the guest said, and makes an input of it when it concerns the state.
+    async fn heard(&mut self, event: GuestEvent) -> Option<Input> {
+        Some(match event {
+            GuestEvent::Connected(reply) => {
+                self.boot_id.clone_from(&reply.boot_id);
+                if let Some(guest::guest_state::Kind::Ready(ready)) = reply.state.as_ref().and_then(|s| s.kind.as_ref())
+                    && let Some(entrypoint) = &ready.entrypoint
+                    && let Some(kind) = self.entrypoint_ended(entrypoint).await
+                {
+                    self.tell(kind).await;
+                }
+                Input::Connected(vm::condition(&reply, &self.launch.instance().to_string()))
+            }
+            GuestEvent::Configured(result) => match result.failure {
+                None => Input::Configured,
+                Some(failure) => Input::ConfigureFailed(vm::failure(Some(&failure))),
+            },
+            GuestEvent::Synced { error, .. } => {
+                if !error.is_empty() {
+                    tracing::warn!(instance = %self.launch.instance(), error, "the guest could not write everything back");
+                }
+                Input::Synced { error }
+            }
+            GuestEvent::ShuttingDown => Input::ShuttingDown,
+            GuestEvent::Entrypoint(state) => Input::Noticed(self.entrypoint_ended(&state).await?),
+            GuestEvent::Unresponsive => Input::Noticed(Kind::GuestUnresponsive(protocol::GuestUnresponsive {})),
+            GuestEvent::Responsive => Input::Noticed(Kind::GuestResponsive(protocol::GuestResponsive {})),
+        })
+    }
+
+    /// The event for an end of the entrypoint, once for each.
+    async fn entrypoint_ended(&mut self, state: &guest::EntrypointState) -> Option<Kind> {
+        use guest::entrypoint_state::Kind::{Exited, Restarting};
+        let (status, will_restart) = match state.kind.as_ref()? {
+            Exited(exited) => (exited.status.clone(), false),
+            Restarting(restarting) => (restarting.status.clone(), true),
+            _ => return None,
+        };
+        let number = state.restarts.saturating_add(1);
+        if number <= self.record.exits_told {
+            return None;
+        }
+        if let Err(ending) = self.remember(|record| record.exits_told = number).await {
+            tracing::warn!(instance = %self.launch.instance(), problem = ending.message, "an event may come twice");
+        }
+        Some(Kind::EntrypointExited(entrypoint_exited(status, will_restart)))
+    }
+
+    async fn perform(&mut self, action: Action) {
+        match action {
+            Action::Configure => self.configure().await,
+            Action::Available => self.available().await,
+            Action::Sync => self.with_guest(|guest| guest.sync(1)),
+            Action::ShutDown => self.with_guest(|guest| guest.shut_down(SHUTDOWN_GRACE_MILLIS)),
+            Action::Remember(ending) => {
+                let instance = self.launch.instance();
+                tracing::info!(%instance, reason = ending.reason.as_str_name(), message = ending.message, "ending");
+                if let Err(problem) = self.remember(|record| record.ending = Some(ending)).await {
+                    tracing::error!(%instance, problem = problem.message, "a daemon after this one will not know why");
+                }
+            }
+            Action::Quit => {
+                if let Some(vm) = &mut self.vm {
+                    vm.quit();
+                }
+            }
+            Action::Kill => {
+                if let Some(vm) = &self.vm {
+                    vm.kill();
+                }
+            }
+            Action::Tell(kind) => self.tell(kind).await,
+        }
+    }
+
+    async fn configure(&mut self) {
+        let configured = launching::configuration(&self.inner.deps, &self.launch);
+        // From the moment in which it is sent the guest may write.
+        let configured = match configured {
+            Ok(configure) => self.remember(|record| record.configured = true).await.map(|()| configure),
+            Err(ending) => Err(ending),
+        };
+        match configured {
+            Ok(configure) => self.with_guest(|guest| guest.configure(configure)),
+            Err(ending) => self.send(Input::End(ending)),
+        }
+    }
+
+    async fn available(&mut self) {
+        let instance = self.launch.instance();
+        // What the boot was given beyond the Workspace's share ends here.
+        if let Err(error) = self.inner.deps.vmm.cgroup(&instance.to_string()).limit_cpu(Some(self.launch.cpu)) {
+            return self.send(Input::End(Ending::new(EndReason::VmmFailed, error.to_string())));
+        }
+        if self.record.available {
+            return;
+        }
+        self.tell(Kind::Available(protocol::Available { guest_boot_id: self.boot_id.clone() })).await;
+        if let Err(ending) = self.remember(|record| record.available = true).await {
+            tracing::warn!(%instance, problem = ending.message, "an event may come twice");
+        }
+    }
+
+    fn with_guest(&self, ask: impl FnOnce(&crate::guest::Guest)) {
+        if let Some(vm) = &self.vm {
+            ask(&vm.guest);
+        }
+    }
+
+    async fn tell(&self, kind: Kind) {
+        releasing::append(&self.inner.deps, &self.launch, kind).await;
+    }
+
+    /// Changes the record, on disk first.
+    async fn remember(&mut self, change: impl FnOnce(&mut Record)) -> Result<(), Ending> {
+        let mut record = self.record.clone();
+        change(&mut record);
+        let (directory, stored) = (self.directory.clone(), record.clone());
+        blocking(move || directory.store(&stored))
+            .await
+            .map_err(|error| Ending::new(EndReason::VmmFailed, error.to_string()))?;
+        self.record = record;
+        Ok(())
+    }
+
+    async fn release(&mut self, mut ending: Ending) {
+        let instance = self.launch.instance();
+        if let Some(vm) = self.vm.take() {
+            let console = vm.console.text();
+            let is_about_the_console =
+                matches!(ending.reason, EndReason::GuestPanicked | EndReason::GuestBootTimeout | EndReason::VmmFailed);
+            if is_about_the_console && !console.is_empty() {
+                ending.message = format!("{}; the console says: {console}", ending.message);
+            }
+        }
+        self.inner.set_guest(instance, None);
+        releasing::release(&self.inner.deps, &self.launch, &self.directory, &ending).await;
+        tracing::info!(%instance, reason = ending.reason.as_str_name(), message = ending.message, "ended");
+    }
+}
+
+fn entrypoint_exited(status: Option<guest::ExitStatus>, will_restart: bool) -> protocol::EntrypointExited {
+    let number = |number: u32| i32::try_from(number).ok();
+    let (code, signal) = match ProcessEnd::from_message(status) {
+        Some(ProcessEnd::Code(code)) => (number(code), None),
+        Some(ProcessEnd::Signal(signal)) => (None, number(signal)),
+        // As a shell tells it.
+        Some(ProcessEnd::NotStarted(failure)) => match failure.reason() {
+            guest::StartFailureReason::NotFound => (Some(127), None),
+            _ => (Some(126), None),
+        },
+        None => (None, None),
+    };
+    protocol::EntrypointExited { code, signal, will_restart }
+}
+
+/// Runs a step on a thread that may block.
+async fn blocking<T: Send + 'static>(step: impl FnOnce() -> T + Send + 'static) -> T {
+    match tokio::task::spawn_blocking(step).await {
+        Ok(value) => value,
+        Err(error) => std::panic::resume_unwind(error.into_panic()),
+    }
+}

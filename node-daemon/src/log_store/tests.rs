@@ -1,0 +1,96 @@
+use futures::{FutureExt as _, StreamExt as _};
+
+use super::*;
+
+const WORKSPACE: &str = "11111111-2222-3333-4444-555555555555";
+
+struct Fixture {
+    _directory: tempfile::TempDir,
+    store: LogStore,
+    workspace: ObjectUid,
+}
+
+fn fixture(bounds: LogBounds) -> Fixture {
+    let directory = tempfile::tempdir().unwrap();
+    let store = LogStore::open(directory.path().join("logs"), bounds).unwrap();
+    Fixture { _directory: directory, store, workspace: WORKSPACE.parse().unwrap() }
+}
+
+impl Fixture {
+    fn writer(&self, instance: InstanceId) -> LogWriter {
+        self.store.writer(&self.workspace, instance)
+    }
+
+    async fn text(&self, tail: Option<u64>) -> String {
+        let chunks: Vec<LogChunk> = self.store.read(&self.workspace, tail, false).unwrap().collect().await;
+        chunks.iter().map(|chunk| String::from_utf8_lossy(&chunk.data).into_owned()).collect()
+    }
+}
+
+fn piece(offset: u64, text: &str) -> v1::LogData {
+    v1::LogData { offset, time_unix_nanos: 1, output: v1::Output::Stdout.into(), data: text.as_bytes().to_vec() }
+}
+
+#[tokio::test]
+async fn what_comes_twice_is_stored_once() {
+    let fixture = fixture(LogBounds::default());
+    let instance = InstanceId::generate();
+    let mut writer = fixture.writer(instance);
+    writer.store(&piece(0, "hello "));
+    writer.store(&piece(0, "hello "));
+    writer.store(&piece(3, "lo world\n"));
+    assert_eq!(writer.offset(), 12);
+    assert_eq!(fixture.text(None).await, "hello world\n");
+}
+
+#[tokio::test]
+async fn a_new_daemon_goes_on_where_the_old_one_was() {
+    let fixture = fixture(LogBounds::default());
+    let (first, second) = (InstanceId::generate(), InstanceId::generate());
+    let mut writer = fixture.writer(first);
+    writer.store(&piece(0, "a\n"));
+    drop(writer);
+    let mut writer = fixture.writer(first);
+    assert_eq!(writer.offset(), 2);
+    writer.store(&piece(2, "b\n"));
+    let mut writer = fixture.writer(second);
+    assert_eq!(writer.offset(), 0, "another Instance counts from its own start");
+    writer.store(&piece(0, "c\n"));
+    assert_eq!(fixture.text(None).await, "a\nb\nc\n");
+    assert_eq!(fixture.text(Some(2)).await, "b\nc\n");
+}
+
+#[tokio::test]
+async fn the_oldest_part_goes_when_there_is_too_much() {
+    let fixture = fixture(LogBounds { segment_bytes: 40, segments: 2 });
+    let mut writer = fixture.writer(InstanceId::generate());
+    for number in 0..10 {
+        writer.store(&piece(number * 10, "123456789\n"));
+    }
+    assert_eq!(fixture.text(None).await.lines().count(), 4, "two segments of two records");
+    assert_eq!(Segment::list(&fixture.store.directory(&fixture.workspace)).unwrap().len(), 2);
+}
+
+#[tokio::test]
+async fn a_follower_gets_what_comes_until_the_writer_is_gone() {
+    let fixture = fixture(LogBounds { segment_bytes: 30, segments: 8 });
+    let mut writer = fixture.writer(InstanceId::generate());
+    writer.store(&piece(0, "old\nnew\n"));
+    let mut follower = Box::pin(fixture.store.read(&fixture.workspace, Some(1), true).unwrap());
+    assert_eq!(follower.next().await.unwrap().data, "new\n");
+    assert!(follower.next().now_or_never().is_none(), "nothing more yet");
+    writer.store(&piece(8, "one\n"));
+    writer.store(&piece(12, "two\n"));
+    drop(writer);
+    let rest: Vec<LogChunk> = follower.collect().await;
+    let rest: Vec<&[u8]> = rest.iter().map(|chunk| chunk.data.as_ref()).collect();
+    assert_eq!(rest, [b"one\n", b"two\n"]);
+}
+
+#[tokio::test]
+async fn a_workspace_without_a_log_has_an_empty_one() {
+    let fixture = fixture(LogBounds::default());
+    assert_eq!(fixture.text(None).await, "");
+    assert_eq!(fixture.text(Some(3)).await, "");
+    fixture.store.remove(&fixture.workspace).unwrap();
+}

@@ -1,0 +1,210 @@
+//! Instances with real guests under QEMU: their whole life, and what can break it.
+
+mod node;
+
+use std::time::{Duration, Instant};
+
+use futures::StreamExt as _;
+use kibo_node_daemon::instance::StopMode;
+use kibo_protocol::v1::{EndReason, InstanceState, ObjectUse, instance_event::Kind};
+
+use node::{TestNode, Workspace, kill};
+
+#[test]
+fn a_workspace_runs_stops_and_finds_its_data_again() {
+    let node = TestNode::new();
+    let mut workspace = Workspace::new();
+    let daemon = node.daemon();
+
+    let first = daemon.start(workspace.next(&node));
+    let boot_id = daemon.available(first);
+    let (code, printed) = daemon.sh(first, "cat /proc/sys/kernel/random/boot_id; hostname; exit 3");
+    assert_eq!((code, printed.as_str()), (3, format!("{boot_id}\ntest\n").as_str()));
+    assert_eq!(daemon.instances.list()[0].state, InstanceState::Running);
+    let (code, printed) = daemon.sh(first, "echo layer > /root/a && echo volume > /data/b");
+    assert_eq!(code, 0, "{printed}");
+
+    assert!(daemon.instances.stop(first, StopMode::Normal));
+    let (reason, ended) = daemon.ended(first);
+    assert_eq!(reason, EndReason::Stopped, "{ended:?}");
+    assert_eq!(ended.objects.len(), 2);
+    assert!(ended.objects.iter().all(|object| object.r#use() == ObjectUse::Released), "{ended:?}");
+    node.assert_nothing_left();
+
+    let second = daemon.start(workspace.next(&node));
+    assert_ne!(daemon.available(second), boot_id);
+    assert_eq!(daemon.sh(second, "cat /root/a /data/b"), (0, "layer\nvolume\n".to_owned()));
+    daemon.instances.stop(second, StopMode::Force);
+    assert_eq!(daemon.ended(second).0, EndReason::ForceStopped);
+    node.assert_nothing_left();
+}
+
+#[test]
+fn the_entrypoint_is_logged_and_its_end_is_told() {
+    let node = TestNode::new();
+    let mut workspace = Workspace::new();
+    workspace.entrypoint = ["/bin/sh", "-c", "echo out; echo err >&2; exit 5"].map(str::to_owned).to_vec();
+    let daemon = node.daemon();
+    let instance = daemon.start(workspace.next(&node));
+    daemon.available(instance);
+    let code = daemon.wait_for(instance, "EntrypointExited", |kind| match kind {
+        Kind::EntrypointExited(exited) => Some((exited.code, exited.will_restart)),
+        _ => None,
+    });
+    assert_eq!(code, (Some(5), false));
+    daemon.instances.stop(instance, StopMode::Normal);
+    daemon.ended(instance);
+    let log = daemon.instances.log(workspace.uid(), None, true).unwrap();
+    let chunks: Vec<_> = daemon.block_on(log.collect());
+    let stderr: Vec<_> = chunks.iter().filter(|chunk| chunk.is_stderr).map(|chunk| chunk.data.as_ref()).collect();
+    assert_eq!(stderr, [b"err\n"]);
+    let stdout: Vec<_> = chunks.iter().filter(|chunk| !chunk.is_stderr).map(|chunk| chunk.data.as_ref()).collect();
+    assert_eq!(stdout, [b"out\n"]);
+}
+
+#[test]
+fn a_killed_vm_is_told_at_once_and_leaves_nothing() {
+    let node = TestNode::new();
+    let mut workspace = Workspace::new();
+    let daemon = node.daemon();
+    let instance = daemon.start(workspace.next(&node));
+    daemon.available(instance);
+    let pids = node.processes();
+    let killed = Instant::now();
+    pids.iter().copied().for_each(kill);
+    let (reason, ended) = daemon.ended(instance);
+    assert!(killed.elapsed() < Duration::from_secs(3), "told after {:?}", killed.elapsed());
+    assert_eq!(pids.len(), 1);
+    assert_eq!(reason, EndReason::VmmExited);
+    assert!(ended.message.contains("signal 9"), "{ended:?}");
+    node.assert_nothing_left();
+
+    let again = daemon.start(workspace.next(&node));
+    daemon.available(again);
+    daemon.block_on(daemon.instances.destroy_all(EndReason::Isolated, "isolated by the test"));
+    assert_eq!(daemon.ended(again).0, EndReason::Isolated);
+    node.assert_nothing_left();
+}
+
+#[test]
+fn a_new_daemon_adopts_what_runs() {
+    let node = TestNode::new();
+    let mut workspace = Workspace::new();
+    workspace.entrypoint =
+        ["/bin/sh", "-c", "n=0; while :; do n=$((n+1)); echo $n; sleep 0.1; done"].map(str::to_owned).to_vec();
+    let daemon = node.daemon();
+    let instance = daemon.start(workspace.next(&node));
+    let boot_id = daemon.available(instance);
+    let pids = node.processes();
+    daemon.die();
+
+    let daemon = node.daemon();
+    assert_eq!(node.processes(), pids, "the same VM");
+    assert_eq!(daemon.instances.list().len(), 1);
+    let (code, printed) = until_answered(|| daemon.try_sh(instance, "cat /proc/sys/kernel/random/boot_id"));
+    assert_eq!((code, printed.trim()), (0, boot_id.as_str()));
+    let available = daemon.events(instance).iter().filter(|kind| matches!(kind, Kind::Available(_))).count();
+    assert_eq!(available, 1, "what was told once is not told again");
+    daemon.instances.stop(instance, StopMode::Normal);
+    assert_eq!(daemon.ended(instance).0, EndReason::Stopped);
+    node.assert_nothing_left();
+
+    let log = daemon.instances.log(workspace.uid(), None, false).unwrap();
+    let chunks: Vec<_> = daemon.block_on(log.collect());
+    let text: String = chunks.iter().map(|chunk| String::from_utf8_lossy(&chunk.data).into_owned()).collect();
+    let numbers: Vec<usize> = text.lines().map(|line| line.parse().unwrap()).collect();
+    assert!(numbers.len() > 3, "{text}");
+    assert!(numbers.iter().copied().eq(1..=numbers.len()), "no line is lost and none comes twice: {numbers:?}");
+}
+
+#[test]
+fn a_new_daemon_ends_what_died_meanwhile_and_kills_what_belongs_to_nobody() {
+    let node = TestNode::new();
+    let (mut workspace, mut other) = (Workspace::new(), Workspace::new());
+    let daemon = node.daemon();
+    let dead = daemon.start(workspace.next(&node));
+    let stray = daemon.start(other.next(&node));
+    daemon.available(dead);
+    daemon.available(stray);
+    let (_, process) = processes_of(&node, dead);
+    daemon.die();
+    kill(process);
+    std::fs::remove_dir_all(node.state().join("instances").join(stray.to_string())).unwrap();
+
+    let daemon = node.daemon();
+    let (reason, ended) = daemon.ended(dead);
+    assert_eq!(reason, EndReason::VmmExited, "{ended:?}");
+    node.assert_nothing_left();
+}
+
+#[test]
+fn a_root_image_that_is_none_fails_with_the_guests_words() {
+    let node = TestNode::new();
+    std::fs::write(node.images().join("broken.erofs"), vec![7; 1 << 20]).unwrap();
+    let mut workspace = Workspace::new();
+    workspace.root_image = "broken".to_owned();
+    let daemon = node.daemon();
+    let instance = daemon.start(workspace.next(&node));
+    let (reason, ended) = daemon.ended(instance);
+    assert_eq!(reason, EndReason::GuestConfigureFailed, "{ended:?}");
+    assert!(ended.message.contains("root image"), "{ended:?}");
+    node.assert_nothing_left();
+
+    workspace.root_image = "missing".to_owned();
+    let instance = daemon.start(workspace.next(&node));
+    let (reason, ended) = daemon.ended(instance);
+    assert_eq!(reason, EndReason::StorageFailed, "{ended:?}");
+    assert!(ended.objects.iter().all(|object| object.r#use() == ObjectUse::Released), "{ended:?}");
+    node.assert_nothing_left();
+}
+
+#[test]
+fn a_guest_that_goes_by_itself_says_how() {
+    let node = TestNode::new();
+    let mut workspace = Workspace::new();
+    let daemon = node.daemon();
+    for (script, expected) in [
+        ("echo 1 > /proc/sys/kernel/sysrq; echo c > /proc/sysrq-trigger", EndReason::GuestPanicked),
+        ("echo 1 > /proc/sys/kernel/sysrq; echo o > /proc/sysrq-trigger; sleep 5", EndReason::GuestShutdown),
+    ] {
+        let instance = daemon.start(workspace.next(&node));
+        daemon.available(instance);
+        daemon.run(instance, script);
+        let (reason, ended) = daemon.ended(instance);
+        assert_eq!(reason, expected, "{script}: {ended:?}");
+        node.assert_nothing_left();
+    }
+}
+
+#[test]
+fn a_vm_without_its_program_fails_with_the_reason() {
+    let node = TestNode::new();
+    let mut workspace = Workspace::new();
+    // More than the host can map.
+    workspace.memory_mib = 1 << 34;
+    let daemon = node.daemon();
+    let instance = daemon.start(workspace.next(&node));
+    let (reason, ended) = daemon.ended(instance);
+    assert_eq!(reason, EndReason::VmmFailed, "{ended:?}");
+    assert!(ended.message.contains("memory"), "{ended:?}");
+    node.assert_nothing_left();
+}
+
+fn processes_of(node: &TestNode, instance: kibo_crds::InstanceId) -> (String, i32) {
+    let name = instance.to_string();
+    let all = kibo_node_daemon::vmm::list_processes(node.id.as_str()).unwrap();
+    let (name, process) = all.into_iter().find(|(of, _)| *of == name).expect("it runs");
+    (name, process.pid)
+}
+
+/// An adopted guest answers as soon as the new connection stands.
+fn until_answered<T>(mut ask: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + node::PATIENCE;
+    loop {
+        if let Some(answer) = ask() {
+            return answer;
+        }
+        assert!(Instant::now() < deadline, "the guest does not answer");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
