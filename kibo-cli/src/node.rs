@@ -264,7 +264,7 @@ impl Present for One {
         page.fact("Capacity", both(&or_absent(capacity.cpu.map(cores)), &or_absent(capacity.memory.map(binary))));
         page.fact(
             "Allocated",
-            both(shares(allocated.cpu, schedulable.cpu, cores), shares(allocated.memory, schedulable.memory, binary)),
+            both(&shares(allocated.cpu, schedulable.cpu, cores), &shares(allocated.memory, schedulable.memory, binary)),
         );
         let instances = or_absent(status.report.as_ref().map(|report| report.instances));
         let slots = status.slots.map(|slots| format!(" of {slots} slots")).unwrap_or_default();
@@ -379,8 +379,8 @@ impl Present for Many {
                 // Neither is measured yet.
                 ABSENT.to_owned(),
                 or_absent(status.report.as_ref().map(|report| report.instances)),
-                &shares(allocated.cpu, schedulable.cpu, cores),
-                &shares(allocated.memory, schedulable.memory, binary),
+                shares(allocated.cpu, schedulable.cpu, cores),
+                shares(allocated.memory, schedulable.memory, binary),
                 ABSENT.to_owned(),
                 age(node.creation_timestamp().as_ref(), self.now),
             ];
