@@ -95,7 +95,7 @@ where
     loop {
         match api.list_metadata(&ListParams::default().limit(1)).await {
             Ok(_) => return Ok(()),
-            Err(kube::Error::Api(status)) if status.is_not_found() && tokio::time::Instant::now() < asked_until => {
+            Err(kube::Error::Api(status)) if status.code == 404 && tokio::time::Instant::now() < asked_until => {
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
             Err(source) => {

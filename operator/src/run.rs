@@ -1,6 +1,7 @@
 //! The life of one replica: start, stand by, lead, and end in order.
 
 use std::{
+    io::IsTerminal as _,
     sync::{Arc, atomic::AtomicU64},
     time::Duration,
 };
@@ -13,6 +14,7 @@ use kube::{
     runtime::{
         Controller,
         events::{Recorder, Reporter},
+        reflector::{Lookup, Store},
         watcher,
     },
 };
@@ -40,6 +42,7 @@ use crate::{
 const SERVICE: &str = "kibotos-operator";
 /// Between two attempts to reach an API server that does not answer at start.
 const RETRY: Duration = Duration::from_secs(1);
+const LISTED_CHECK: Duration = Duration::from_millis(50);
 /// What is in work when the leadership ends has this long to come to its end.
 const WIND_DOWN: Duration = Duration::from_secs(8);
 
@@ -57,7 +60,10 @@ pub fn run(args: Run) -> anyhow::Result<()> {
 
 fn start_logging(format: LogFormat) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info,kube_runtime=warn"));
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(std::io::stderr);
     match format {
         LogFormat::Human => builder.init(),
         LogFormat::Json => builder.json().init(),
@@ -160,6 +166,19 @@ async fn listen(
     Ok(server)
 }
 
+/// Waits for the first complete list in a store. Asked again and again, since the store wakes only the last of
+/// those who wait, and its controller waits too.
+async fn until_listed<K>(store: &Store<K>) -> anyhow::Result<()>
+where
+    K: Lookup<DynamicType: Eq + std::hash::Hash + Clone> + Clone + 'static,
+{
+    loop {
+        if let Ok(listed) = tokio::time::timeout(LISTED_CHECK, store.wait_until_ready()).await {
+            return Ok(listed?);
+        }
+    }
+}
+
 struct Replica {
     args: Run,
     client: Client,
@@ -224,8 +243,8 @@ impl Replica {
         let pool_control = PoolControl::new(ctx.clone(), workspaces.clone(), node_store.clone());
         tasks.spawn(storage_pool::run(pools, Arc::new(pool_control)));
         tasks.spawn(node::run(nodes, control.clone()));
-        pool_store.wait_until_ready().await?;
-        node_store.wait_until_ready().await?;
+        until_listed(&pool_store).await?;
+        until_listed(&node_store).await?;
 
         room.run();
         let leading = Leading { nodes: control, desired: workspaces.clone(), events: workspaces, streams };

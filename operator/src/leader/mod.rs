@@ -188,7 +188,8 @@ async fn highest_term_in<K: Guarded>(client: &Client) -> Result<Term, kube::Erro
     loop {
         let page = match api.list(&params).await {
             Ok(page) => page,
-            Err(kube::Error::Api(status)) if status.is_not_found() => return Ok(highest),
+            // The kind is not served: the answer is plain text, so only its code says so.
+            Err(kube::Error::Api(status)) if status.code == 404 => return Ok(highest),
             Err(error) => return Err(error),
         };
         let terms = page.items.iter().filter_map(|object| object.status().and_then(|status| status.term()));

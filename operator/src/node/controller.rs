@@ -15,7 +15,7 @@ use kube::{
     api::ListParams,
     runtime::{
         Controller,
-        controller::{Action, Config},
+        controller::{self, Action, Config},
         reflector::ObjectRef,
         watcher,
     },
@@ -116,8 +116,15 @@ pub async fn run(controller: Controller<Node>, control: Arc<NodeControl>) {
         .reconcile_on(touched(ctx.nodes.touched()))
         .graceful_shutdown_on(ctx.stop.clone().cancelled_owned())
         .run(reconcile, retry, control)
-        .for_each(async |_| {})
+        .for_each(async |outcome| log_watch_error(outcome.err()))
         .await;
+}
+
+/// What a reconcile returned went through `retry`; a watch that fails is said here.
+pub fn log_watch_error<E: std::error::Error>(error: Option<controller::Error<E, watcher::Error>>) {
+    if let Some(controller::Error::QueueError(error)) = error {
+        tracing::warn!(%error, "a watch failed, trying again");
+    }
 }
 
 fn touched(receiver: broadcast::Receiver<NodeId>) -> impl stream::Stream<Item = ObjectRef<Node>> {

@@ -5,6 +5,7 @@ mod index;
 mod settings;
 mod status;
 
+pub(crate) use controller::log_watch_error;
 pub use controller::{NodeControl, load, run};
 pub use index::{Facts, NodeIndex, Void};
 pub use settings::effective as effective_settings;

@@ -24,6 +24,7 @@ use super::status::{compute, declaration, is_more_than_readings};
 use crate::{
     context::Ctx,
     guarded::{self, WriteError},
+    node::log_watch_error,
     session::hooks::Usage,
 };
 
@@ -88,7 +89,7 @@ pub async fn run(controller: Controller<StoragePool>, control: Arc<PoolControl>)
         .watches(Api::<Node>::all(ctx.client.clone()), watcher::Config::default(), touched)
         .graceful_shutdown_on(ctx.stop.clone().cancelled_owned())
         .run(reconcile, retry, control)
-        .for_each(async |_| {})
+        .for_each(async |outcome| log_watch_error(outcome.err()))
         .await;
 }
 
