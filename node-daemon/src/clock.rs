@@ -21,6 +21,7 @@ impl BootTime {
         Self(elapsed)
     }
 
+    #[must_use]
     pub fn after(self, duration: Duration) -> Self {
         Self(self.0.saturating_add(duration))
     }

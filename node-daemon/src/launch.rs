@@ -13,8 +13,8 @@ pub struct InvalidMessage {
 }
 
 impl InvalidMessage {
-    fn new(field: &'static str, problem: impl ToString) -> Self {
-        Self { field, problem: problem.to_string() }
+    fn new(field: &'static str, problem: impl Into<String>) -> Self {
+        Self { field, problem: problem.into() }
     }
 
     fn missing(field: &'static str) -> Self {
@@ -186,7 +186,7 @@ impl LaunchRequest {
 
 /// Reads the id of an Instance.
 pub fn instance_id(text: &str) -> Result<InstanceId, InvalidMessage> {
-    text.parse().map_err(|error| InvalidMessage::new("instance_id", error))
+    text.parse().map_err(|error: kibo_crds::IdError| InvalidMessage::new("instance_id", error.to_string()))
 }
 
 /// Name of a root image: one file name without its suffix, so that it cannot leave the images' directory.
@@ -235,8 +235,14 @@ impl TryFrom<&v1::Object> for Object {
             return Err(InvalidMessage::new("object.size_bytes", format!("{size} is not a whole number of MiB")));
         }
         Ok(Self {
-            uid: message.uid.parse().map_err(|error| InvalidMessage::new("object.uid", error))?,
-            pool: message.pool.parse().map_err(|error| InvalidMessage::new("object.pool", error))?,
+            uid: message
+                .uid
+                .parse()
+                .map_err(|error: kibo_crds::NameError| InvalidMessage::new("object.uid", error.to_string()))?,
+            pool: message
+                .pool
+                .parse()
+                .map_err(|error: kibo_crds::NameError| InvalidMessage::new("object.pool", error.to_string()))?,
             size,
             must_exist: message.must_exist,
         })

@@ -5,8 +5,10 @@
 //! found again by listing, and what was not yet told is in the [`spool`].
 
 pub mod admission;
+pub mod cli;
 pub mod clock;
 pub mod config;
+mod daemon;
 pub mod durable;
 pub mod guest;
 pub mod instance;

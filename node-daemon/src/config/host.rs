@@ -21,19 +21,19 @@ pub fn check_host(config: &Config) -> Result<(), Problems> {
     problems.into_result()
 }
 
-fn shown(path: &Path) -> Option<String> {
-    Some(format!("{:?}", path.display().to_string()))
+fn shown(path: &Path) -> String {
+    format!("{:?}", path.display().to_string())
 }
 
 fn metadata(key: &str, path: &Path, problems: &mut Problems) -> Option<fs::Metadata> {
     match fs::metadata(path) {
         Ok(metadata) => Some(metadata),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            problems.add(key, shown(path), "must exist, but does not");
+            problems.add(key, Some(shown(path)), "must exist, but does not");
             None
         }
         Err(error) => {
-            problems.add(key, shown(path), format!("cannot be looked at: {error}"));
+            problems.add(key, Some(shown(path)), format!("cannot be looked at: {error}"));
             None
         }
     }
@@ -41,24 +41,24 @@ fn metadata(key: &str, path: &Path, problems: &mut Problems) -> Option<fs::Metad
 
 fn directory(key: &str, path: &Path, problems: &mut Problems) {
     if metadata(key, path, problems).is_some_and(|metadata| !metadata.is_dir()) {
-        problems.add(key, shown(path), "must be a directory");
+        problems.add(key, Some(shown(path)), "must be a directory");
     }
 }
 
 fn readable(key: &str, path: &Path, problems: &mut Problems) {
     let Some(metadata) = metadata(key, path, problems) else { return };
     if !metadata.is_file() {
-        problems.add(key, shown(path), "must be a file");
+        problems.add(key, Some(shown(path)), "must be a file");
     } else if let Err(error) = fs::File::open(path) {
-        problems.add(key, shown(path), format!("cannot be opened: {error}"));
+        problems.add(key, Some(shown(path)), format!("cannot be opened: {error}"));
     } else if metadata.len() == 0 {
-        problems.add(key, shown(path), "must not be empty");
+        problems.add(key, Some(shown(path)), "must not be empty");
     }
 }
 
 fn executable(key: &str, path: &Path, problems: &mut Problems) {
     let Some(metadata) = metadata(key, path, problems) else { return };
     if !metadata.is_file() || metadata.permissions().mode() & 0o111 == 0 {
-        problems.add(key, shown(path), "must be an executable file");
+        problems.add(key, Some(shown(path)), "must be an executable file");
     }
 }

@@ -94,7 +94,7 @@ pub fn init(pool: &Path, id: &PoolId) -> Result<Marker, MarkerError> {
 }
 
 fn random_uid() -> String {
-    let hex: String = rand::random::<[u8; 16]>().iter().map(|byte| format!("{byte:02x}")).collect();
+    let hex = format!("{:032x}", rand::random::<u128>());
     format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
 

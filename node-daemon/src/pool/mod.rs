@@ -27,7 +27,7 @@ use kibo_crds::{Bytes, Epoch, NodeId, ObjectUid, PoolId};
 use kibo_protocol::v1;
 
 pub use image::ImageError;
-pub use marker::{Marker, MarkerError, init};
+pub use marker::{Marker, MarkerError, init, read as read_marker};
 pub use records::Conflict;
 pub use status::PoolStatus;
 
@@ -67,7 +67,7 @@ pub enum PoolError {
     #[error("this node has no storage pool {0:?}: declare it in the daemon's configuration")]
     Unknown(PoolId),
     #[error("the storage pool {pool} is not available: {source}")]
-    Unavailable { pool: PoolId, source: MarkerError },
+    Unavailable { pool: PoolId, source: Box<MarkerError> },
     #[error("object {0} is busy with another operation")]
     Busy(ObjectUid),
     #[error("object {uid} cannot be used: {conflict}")]
@@ -183,7 +183,7 @@ impl Pool {
 
     /// Looks at the marker afresh: between two looks of the watch a mount may have gone.
     fn verify(&self) -> Result<(), PoolError> {
-        let unavailable = |source| PoolError::Unavailable { pool: self.id.clone(), source };
+        let unavailable = |source| PoolError::Unavailable { pool: self.id.clone(), source: Box::new(source) };
         let marker = marker::read(&self.path, &self.id).map_err(unavailable)?;
         let expected = self.uid.get_or_init(|| marker.uid.clone());
         if *expected != marker.uid {

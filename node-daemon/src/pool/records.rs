@@ -189,7 +189,7 @@ mod tests {
         records
     }
 
-    fn conflict(decision: TakeDecision) -> &'static str {
+    fn conflict(decision: &TakeDecision) -> &'static str {
         match decision {
             TakeDecision::Write => "write",
             TakeDecision::AlreadyMine => "mine",
@@ -201,6 +201,9 @@ mod tests {
         }
     }
 
+    /// What it is about, the records, the grant, what is decided.
+    type Case<'a> = (&'a str, &'a [(Grant, On)], Grant, &'a str);
+
     #[test]
     fn what_records_and_grant_mean_for_a_taker() {
         use On::{Refused, Released, Taken, Withdrawn};
@@ -208,7 +211,7 @@ mod tests {
         let first = grant(1, 0, End::None);
         let after_release = |epoch| grant(epoch, epoch - 1, End::Released);
         let after_isolation = |epoch| grant(epoch, epoch - 1, End::Isolated);
-        let table: &[(&str, &[(Grant, On)], Grant, &str)] = &[
+        let table: &[Case<'_>] = &[
             ("nothing there", &[], first, "write"),
             ("a crash after the record was written", &[(first, Taken("a"))], first, "mine"),
             ("another node has this epoch", &[(first, Taken("bb"))], first, "other"),
@@ -266,7 +269,7 @@ mod tests {
         ];
         for (what, on_disk, grant, expected) in table {
             let decision = records(on_disk).decide_take(grant, Some(&taker("a")));
-            assert_eq!(conflict(decision), *expected, "{what}");
+            assert_eq!(conflict(&decision), *expected, "{what}");
         }
     }
 
@@ -275,7 +278,7 @@ mod tests {
         let first = grant(1, 0, PredecessorEnd::None);
         let records = records(&[(first, On::Taken("a"))]);
         let other = Taker { instance: InstanceId::generate(), ..taker("a") };
-        assert_eq!(conflict(records.decide_take(&first, Some(&other))), "other");
+        assert_eq!(conflict(&records.decide_take(&first, Some(&other))), "other");
     }
 
     /// A history of grants as the leader gives them: the next only when the last has ended in some way.
@@ -310,7 +313,7 @@ mod tests {
             if end == PredecessorEnd::Isolated {
                 let wrong = grant(epoch + 1, epoch, PredecessorEnd::Released);
                 let decision = records.decide_take(&wrong, Some(&taker("a")));
-                prop_assert_eq!(conflict(decision), "predecessor");
+                prop_assert_eq!(conflict(&decision), "predecessor");
             }
             // No grant of the past can be taken any more.
             for past in 1..=epoch {

@@ -12,6 +12,9 @@ use crate::launch::{Grant, GrantedObject, Object, PredecessorEnd, Taker};
 
 const UID: &str = "6f9619ff-8b86-d011-b42d-00c04fc964ff";
 
+/// Where an operation was killed, and what is in the object's directory then.
+type Step<'a> = (&'a str, Box<dyn Fn(&Path) + 'a>);
+
 struct Setup {
     dir: tempfile::TempDir,
 }
@@ -126,7 +129,6 @@ fn a_take_that_was_killed_anywhere_is_taken_up() {
     };
     let node: NodeId = "a".parse().unwrap();
     let before = taker("b");
-    type Step<'a> = (&'a str, Box<dyn Fn(&Path) + 'a>);
     let steps: Vec<Step<'_>> = vec![
         ("nothing but the directory", Box::new(|_| ())),
         ("half a temporary record", Box::new(|dir| fs::write(dir.join(".record.a.01"), "{").unwrap())),
@@ -244,7 +246,6 @@ fn a_deletion_that_was_killed_anywhere_is_taken_up() {
         let record = Record { taker: None, grant: object(2, PredecessorEnd::Released).grant };
         write(dir, &node, Kind::Taken, &record).unwrap();
     };
-    type Step<'a> = (&'a str, Box<dyn Fn(&Path) + 'a>);
     let steps: Vec<Step<'_>> = vec![
         ("nothing done", Box::new(|dir| released(dir))),
         ("the own record", Box::new(|dir| (released(dir), own(dir)).0)),

@@ -133,9 +133,11 @@ impl<I: InstanceControl> Handler<I> {
             Some(Message::Stop(stop)) => self.stop(&stop),
             Some(Message::TearDown(tear_down)) => self.tear_down(&tear_down),
             Some(Message::EventAck(ack)) => self.ack(&ack).await,
-            Some(Message::DeleteObject(delete)) => self.object(delete.command_id, delete.object, Command::Delete),
+            Some(Message::DeleteObject(delete)) => {
+                self.object(delete.command_id, delete.object.as_ref(), Command::Delete);
+            }
             Some(Message::ConfirmNotTaken(confirm)) => {
-                self.object(confirm.command_id, confirm.object, Command::ConfirmNotTaken);
+                self.object(confirm.command_id, confirm.object.as_ref(), Command::ConfirmNotTaken);
             }
             Some(Message::OpenStream(open)) => self.open_stream(open),
             Some(Message::CloseStream(close)) => {
@@ -242,9 +244,8 @@ impl<I: InstanceControl> Handler<I> {
         }
     }
 
-    fn object(&self, command_id: String, object: Option<v1::Object>, command: Command) {
+    fn object(&self, command_id: String, object: Option<&v1::Object>, command: Command) {
         let granted = object
-            .as_ref()
             .ok_or_else(|| InvalidMessage { field: "object", problem: "it is missing".into() })
             .and_then(GrantedObject::try_from);
         let granted = match granted {

@@ -33,7 +33,8 @@ pub fn instances(
         state: state.into(),
         last_seq: last_seq(id),
     };
-    by_id.into_iter().map(message).collect()
+    // One whose Workspace is not known cannot be named; its events say what is known.
+    by_id.into_iter().filter(|(_, (workspace_uid, _))| !workspace_uid.is_empty()).map(message).collect()
 }
 
 pub struct Facts<'a> {

@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use kibo_protocol::v1::{self, from_node::Message};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Streaming, transport::Channel};
+use tonic::{Code, Streaming, transport::Channel};
 
 use super::{
     ack,
@@ -43,6 +43,10 @@ pub async fn run<I: InstanceControl>(
         .max_encoding_message_size(MAX_MESSAGE);
     let mut inbound = match timeout(OPEN_WITHIN, client.session(ReceiverStream::new(messages))).await {
         Err(_) => return End::Lost("the operator did not open the session in time".into()),
+        // As a replica answers that does not lead.
+        Ok(Err(status)) if status.code() == Code::Unavailable => {
+            return End::Refused { reason: v1::SessionRefusal::NotLeader, message: said(&status) };
+        }
         Ok(Err(status)) => return End::Lost(format!("the operator closed the session: {}", said(&status))),
         Ok(Ok(response)) => response.into_inner(),
     };

@@ -125,7 +125,7 @@ impl<I: InstanceControl> Stream<I> {
         // Dropping `output` kills the process, and that happens as soon as the operator is gone.
         tokio::select! {
             result = pump_output(output, to_operator) => result,
-            () = pump_stdin(from_operator, has_stdin.then_some(stdin)) => Ok(()),
+            () = pump_stdin(from_operator, has_stdin.then_some(stdin), to_operator) => Ok(()),
         }
     }
 
@@ -147,7 +147,7 @@ impl<I: InstanceControl> Stream<I> {
         };
         tokio::select! {
             () = copy => {}
-            () = until_closed(from_operator) => {}
+            () = pump_stdin(from_operator, None, to_operator) => {}
         }
         Ok(())
     }
@@ -191,22 +191,32 @@ fn exit_status(exit: ExecExit) -> v1::ExitStatus {
     }
 }
 
-/// Ends when the operator is gone; not when it only closed standard input.
-async fn pump_stdin(from_operator: &mut Streaming<v1::StreamToNode>, mut stdin: Option<mpsc::Sender<bytes::Bytes>>) {
-    while let Ok(Some(message)) = from_operator.message().await {
-        match message.frame {
-            Some(FrameToNode::Stdin(data)) if !data.is_empty() => {
-                if let Some(open) = &stdin
-                    && open.send(data.into()).await.is_err()
-                {
-                    // The process does not read any more; what comes is dropped, as a pipe would.
-                    stdin = None;
+/// Ends when the operator is gone; not when it only has nothing more to say.
+async fn pump_stdin(
+    from_operator: &mut Streaming<v1::StreamToNode>,
+    mut stdin: Option<mpsc::Sender<bytes::Bytes>>,
+    to_operator: &mpsc::Sender<v1::StreamFromNode>,
+) {
+    loop {
+        match from_operator.message().await {
+            Err(_) => return,
+            Ok(None) => break,
+            Ok(Some(message)) => match message.frame {
+                Some(FrameToNode::Stdin(data)) if !data.is_empty() => {
+                    if let Some(open) = &stdin
+                        && open.send(data.into()).await.is_err()
+                    {
+                        // The process does not read any more; what comes is dropped, as a pipe would.
+                        stdin = None;
+                    }
                 }
-            }
-            Some(FrameToNode::StdinClosed(true)) => stdin = None,
-            _ => {}
+                Some(FrameToNode::StdinClosed(true)) => stdin = None,
+                _ => {}
+            },
         }
     }
+    drop(stdin);
+    to_operator.closed().await;
 }
 
 async fn until_closed(from_operator: &mut Streaming<v1::StreamToNode>) {

@@ -1,0 +1,103 @@
+//! The daemon: its rooms, put together.
+
+use std::{fs, process::ExitCode, sync::Arc, time::Duration};
+
+use anyhow::Context as _;
+use kibo_crds::NodeId;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    config::Config,
+    instance::{Bounds, Deps, Instances},
+    log_store::{LogBounds, LogStore},
+    pool::Pools,
+    session::{self, Node, NodeParts, Outcome},
+    spool::EventSpool,
+    state::{Credentials, NodeState, StateDir},
+    vmm::Vmm,
+};
+
+/// For a supervisor: start again, this node begins a new life.
+const ISOLATED: u8 = 3;
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+/// A pool that hangs holds its thread; the process does not wait for it.
+const LAST_THREADS: Duration = Duration::from_secs(1);
+
+/// Runs until it is asked to end.
+pub fn run(config: Config) -> anyhow::Result<ExitCode> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .context("failed to start the threads of the daemon")?;
+    let outcome = runtime.block_on(serve(Arc::new(config)));
+    runtime.shutdown_timeout(LAST_THREADS);
+    match outcome? {
+        Outcome::Shutdown => {
+            tracing::info!("the daemon ends; its VMs go on");
+            Ok(ExitCode::SUCCESS)
+        }
+        Outcome::Isolated => Ok(ExitCode::from(ISOLATED)),
+    }
+}
+
+async fn serve(config: Arc<Config>) -> anyhow::Result<Outcome> {
+    let shutdown = shutdown_signal()?;
+    let dir = StateDir::open(&config.state_dir)?;
+    let state = NodeState::open(&dir)?;
+    let id = node_id(&config, &dir)?;
+    let boot_id = fs::read_to_string(BOOT_ID).with_context(|| format!("failed to read {BOOT_ID}"))?.trim().to_owned();
+    tracing::info!(node = %id, version = env!("CARGO_PKG_VERSION"), accelerator = %config.vmm.accelerator, "starting");
+
+    let pools = Arc::new(Pools::open(&config.storage_pools, &id).context("failed to watch the storage pools")?);
+    let spool = Arc::new(EventSpool::open(&config.spool_dir())?);
+    let vmm = Vmm::open(config.vmm.clone(), id.clone(), Vmm::own_program())?;
+    let logs = config.state_dir.join("logs");
+    let logs = LogStore::open(logs.clone(), LogBounds::default())
+        .with_context(|| format!("failed to open the logs in {}", logs.display()))?;
+    let deps = Deps {
+        state_dir: config.state_dir.clone(),
+        images_dir: config.images.dir.clone(),
+        vmm,
+        pools: Arc::clone(&pools),
+        spool: Arc::clone(&spool),
+        logs: Arc::new(logs),
+        bounds: Bounds::default(),
+    };
+    let instances = Instances::recover(deps).await?;
+    let node = Node::new(NodeParts { id, boot_id, config, dir, state, pools, spool, instances });
+    Ok(session::run(Arc::new(node), shutdown).await)
+}
+
+/// Who this node is: what the configuration says, else what it was enrolled as, else what its token says.
+fn node_id(config: &Config, dir: &StateDir) -> anyhow::Result<NodeId> {
+    let enrolled = Credentials::load(dir)?.map(|credentials| credentials.node_id);
+    match (&config.node.id, enrolled) {
+        (Some(configured), Some(enrolled)) if *configured != enrolled => anyhow::bail!(
+            "node.id = {configured:?}, but this host is enrolled as {enrolled}: a node's name never changes; \
+             give the old one, or an empty state_dir to become another node"
+        ),
+        (Some(id), _) => Ok(id.clone()),
+        (None, Some(id)) => Ok(id),
+        (None, None) => {
+            let token_file = config.control.token_file.as_ref().context(
+                "node.id: is required, since there is neither a key from an enrollment nor a control.token_file",
+            )?;
+            Ok(session::read_token(token_file, None)?.1)
+        }
+    }
+}
+
+fn shutdown_signal() -> anyhow::Result<CancellationToken> {
+    let shutdown = CancellationToken::new();
+    for kind in [SignalKind::terminate(), SignalKind::interrupt()] {
+        let mut received = signal(kind).context("failed to listen for signals")?;
+        let shutdown = shutdown.clone();
+        tokio::spawn(async move {
+            if received.recv().await.is_some() {
+                shutdown.cancel();
+            }
+        });
+    }
+    Ok(shutdown)
+}
