@@ -19,7 +19,7 @@ rustup_has_target() {
 
 # Sets initramfs_part: a directory with initrd.lz4.
 build_initramfs() {
-    initramfs_part=$cache/parts/initramfs-$({ cat "$agent" "$here/initramfs.sh"; echo "$kernel_part"; } | digest)
+    initramfs_part=$cache/parts/initramfs-$({ cat "$agent" "$here/initramfs.sh"; echo "${kernel_part##*/}"; } | digest)
     [[ -d $initramfs_part ]] && return
     say "initramfs"
     begin initramfs

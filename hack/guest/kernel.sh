@@ -19,7 +19,7 @@ build_kernel() {
     begin kernel
     local work=$building/work
     mkdir "$work" "$building/modules"
-    (cd "$work" && apt-get download -q "$kernel_package=$kernel_version" >&2 && dpkg-deb -x ./*.deb root) ||
+    (cd "$work" && apt-get download -q -o APT::Sandbox::User=root "$kernel_package=$kernel_version" >&2 && dpkg-deb -x ./*.deb root) ||
         die "cannot download $kernel_package $kernel_version: run apt-get update"
     unpack_vmlinux "$work"/root/boot/vmlinuz-* "$building/vmlinux"
     copy_modules "$work"/root/lib/modules/*/kernel

@@ -11,11 +11,14 @@ build_root_image() {
     # Everything in the image is as old as the suite's oldest possible file: two builds of the same packages are the
     # same bytes, and a guest needs no writable copy of a file to fix its time.
     export SOURCE_DATE_EPOCH=1
-    debian_sources | mmdebstrap --quiet --variant=minbase --mode=root --format=directory \
+    # In a mount namespace of its own: whatever ends it early, no mount of /proc or /dev stays behind in the tree.
+    debian_sources | unshare --mount mmdebstrap --quiet --variant=minbase --mode=root --format=directory \
         --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/doc/*' \
         --dpkgopt='path-include=/usr/share/doc/*/copyright' --dpkgopt='path-exclude=/usr/share/locale/*' \
         "$suite" "$root" - >&2 || die "mmdebstrap failed, see above"
     chroot "$root" dpkg-query -W -f '${Package} ${Version}\n' >"$building/packages"
+    # apt makes these its own when it gets to it, sometimes not before the end.
+    chroot "$root" chown _apt:root /var/cache/apt/archives/partial /var/lib/apt/lists/partial
     # What names this machine or this build has no place in an image that every guest shares. The guest's own sources
     # need no option that names a file of this machine.
     rm -f "$root"/etc/{hostname,hosts,resolv.conf,machine-id} "$root"/var/lib/dbus/machine-id "$root"/var/log/*.log
