@@ -8,6 +8,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
+    accelerator,
     config::Config,
     instance::{Bounds, Deps, Instances},
     log_store::{LogBounds, LogStore},
@@ -64,7 +65,14 @@ async fn serve(config: Arc<Config>) -> anyhow::Result<Outcome> {
         logs: Arc::new(logs),
         bounds: Bounds::default(),
     };
+    let vmm = deps.vmm.clone();
     let instances = Instances::recover(deps).await?;
+    // After the recovery, which clears what a proof left that was cut off; what runs already is not affected by either.
+    let limit = accelerator::limit(config.vmm.accelerator);
+    tokio::select! {
+        proved = accelerator::prove(&vmm, dir.path(), &boot_id, limit) => proved?,
+        () = shutdown.cancelled() => return Ok(Outcome::Shutdown),
+    }
     let node = Node::new(NodeParts { id, boot_id, config, dir, state, pools, spool, instances });
     Ok(session::run(Arc::new(node), shutdown).await)
 }

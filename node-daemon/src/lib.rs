@@ -4,6 +4,7 @@
 //! is offered, and runs each Instance as a QEMU of its own. A VM survives the daemon: what runs is
 //! found again by listing, and what was not yet told is in the [`spool`].
 
+pub mod accelerator;
 pub mod admission;
 pub mod cli;
 pub mod clock;

@@ -183,11 +183,10 @@ impl State {
     pub fn step(self, input: Input) -> (Self, Vec<Action>) {
         match (self, input) {
             // Once it is gone nothing matters any more.
-            (Self::Releasing(ending), _) => (Self::Releasing(ending), vec![]),
-
+            (Self::Releasing(ending), _) | (Self::Ending(ending), Input::Exited { .. }) => {
+                (Self::Releasing(ending), vec![])
+            }
             (state, Input::Noticed(kind)) => (state, vec![Action::Tell(kind)]),
-
-            (Self::Ending(ending), Input::Exited { .. }) => (Self::Releasing(ending), vec![]),
             (Self::Ending(ending), Input::TimedOut) => (Self::Ending(ending), vec![Action::Kill]),
             (Self::Ending(ending), _) => (Self::Ending(ending), vec![]),
 

@@ -38,8 +38,8 @@ use crate::{
     vmm::Vmm,
 };
 use files::{InstanceDirs, Record};
-use machine::Input;
-use vm::Report;
+pub(crate) use machine::Input;
+pub(crate) use vm::{Report, RunningVm, Watched};
 
 pub use files::FilesError;
 pub use machine::{Bounds, Ending};

@@ -5,7 +5,7 @@ mod node;
 use std::time::{Duration, Instant};
 
 use futures::StreamExt as _;
-use kibo_node_daemon::instance::StopMode;
+use kibo_node_daemon::{accelerator, instance::StopMode};
 use kibo_protocol::v1::{EndReason, InstanceState, ObjectUse, instance_event::Kind};
 
 use node::{TestNode, Workspace, kill};
@@ -95,6 +95,7 @@ fn a_new_daemon_adopts_what_runs() {
     let daemon = node.daemon();
     let instance = daemon.start(workspace.next(&node));
     let boot_id = daemon.available(instance);
+    let before = daemon.log_lines(&workspace, 3);
     let pids = node.processes();
     daemon.die();
 
@@ -105,16 +106,12 @@ fn a_new_daemon_adopts_what_runs() {
     assert_eq!((code, printed.trim()), (0, boot_id.as_str()));
     let available = daemon.events(instance).iter().filter(|kind| matches!(kind, Kind::Available(_))).count();
     assert_eq!(available, 1, "what was told once is not told again");
+    let lines = daemon.log_lines(&workspace, before.len() + 5);
+    let expected: Vec<String> = (1..=lines.len()).map(|number| number.to_string()).collect();
+    assert_eq!(lines, expected, "no line is lost and none comes twice");
     daemon.instances.stop(instance, StopMode::Normal);
     assert_eq!(daemon.ended(instance).0, EndReason::Stopped);
     node.assert_nothing_left();
-
-    let log = daemon.instances.log(workspace.uid(), None, false).unwrap();
-    let chunks: Vec<_> = daemon.block_on(log.collect());
-    let text: String = chunks.iter().map(|chunk| String::from_utf8_lossy(&chunk.data).into_owned()).collect();
-    let numbers: Vec<usize> = text.lines().map(|line| line.parse().unwrap()).collect();
-    assert!(numbers.len() > 3, "{text}");
-    assert!(numbers.iter().copied().eq(1..=numbers.len()), "no line is lost and none comes twice: {numbers:?}");
 }
 
 #[test]
@@ -195,6 +192,25 @@ fn processes_of(node: &TestNode, instance: kibo_crds::InstanceId) -> (String, i3
     let all = kibo_node_daemon::vmm::list_processes(node.id.as_str()).unwrap();
     let (name, process) = all.into_iter().find(|(of, _)| *of == name).expect("it runs");
     (name, process.pid)
+}
+
+#[test]
+fn the_accelerator_is_proved_by_a_guest_and_once_for_each_boot() {
+    let node = TestNode::new();
+    std::fs::create_dir(node.state()).unwrap();
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let vmm = node.vmm();
+    let prove = |boot_id, limit| runtime.block_on(accelerator::prove(&vmm, &node.state(), boot_id, limit));
+
+    let error = prove("boot-1", Duration::from_millis(1)).unwrap_err().to_string();
+    assert!(error.contains("vmm.accelerator = \"tcg\"") && error.contains("did not answer"), "{error}");
+    prove("boot-1", node::PATIENCE).unwrap();
+    let at_once = Duration::ZERO;
+    prove("boot-1", at_once).unwrap();
+    prove("boot-2", at_once).unwrap_err();
+    assert_eq!(node.processes(), [] as [i32; 0]);
+    assert_eq!(node.cgroups(), [] as [&str; 0]);
+    assert!(!node.state().join("accelerator-proof").exists());
 }
 
 /// An adopted guest answers as soon as the new connection stands.

@@ -6,6 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use futures::StreamExt as _;
 use kibo_crds::{Incarnation, InstanceId, NodeId};
 use kibo_node_daemon::{
     config::{Accelerator, PoolConfig, VmmConfig},
@@ -293,6 +294,20 @@ impl Daemon {
         };
         self.block_on(async { tokio::time::timeout(PATIENCE, gone).await }).expect("it stays in the list");
         (ended.reason(), ended)
+    }
+
+    /// At least `count` lines of the Workspace's log from its beginning, as soon as they are there.
+    pub fn log_lines(&self, workspace: &Workspace, count: usize) -> Vec<String> {
+        let follow = async {
+            let mut log = Box::pin(self.instances.log(workspace.uid(), None, true).unwrap());
+            let mut text = String::new();
+            while text.matches('\n').count() < count {
+                text.push_str(str::from_utf8(&log.next().await.expect("the log ends").data).unwrap());
+            }
+            text
+        };
+        let text = self.block_on(async { tokio::time::timeout(PATIENCE, follow).await }).expect("too few lines");
+        text.lines().map(str::to_owned).collect()
     }
 
     /// Runs a shell command in the guest: its exit code and what it printed.
