@@ -268,35 +268,38 @@ impl LocalCluster {
 
     /// Waits until a component that was spawned serves.
     pub async fn ready(&self, component: &Component) -> Result<(), ClusterError> {
-        let admin = self.client().await?;
-        let ports = self.ports();
-        let own = match component {
-            Component::Etcd => self.client_of(ports.etcd_client, "etcd-ca.crt", "etcd-client").await?,
-            Component::ControllerManager => self.client_of(ports.controller_manager, "ca.crt", "admin").await?,
-            Component::ApiServer | Component::Operator | Component::Node(_) => admin.clone(),
-        };
         let deadline = Instant::now() + READY_LIMIT;
-        loop {
-            let serves = match component {
-                Component::Etcd => control_plane::etcd_serves(&own).await,
-                Component::ApiServer => control_plane::apiserver_serves(&own).await,
-                Component::ControllerManager => control_plane::controllers_work(&own, &admin).await,
-                Component::Operator => self.operator_serves(&admin).await,
-                Component::Node(id) => self.node_is_ready(&admin, id).await,
-            };
-            if serves {
-                return Ok(());
-            }
+        while !self.serves(component).await? {
             let log = self.log(component);
-            let tail = || process::tail(&log, 25);
-            if self.process(component).is_none() {
-                return Err(ClusterError::Died { component: component.clone(), tail: tail(), log });
+            let component = component.clone();
+            if self.process(&component).is_none() {
+                return Err(ClusterError::Died { component, tail: process::tail(&log, 25), log });
             }
             if Instant::now() >= deadline {
-                return Err(ClusterError::NotReady { component: component.clone(), tail: tail(), log });
+                return Err(ClusterError::NotReady { component, tail: process::tail(&log, 25), log });
             }
             sleep(POLL).await;
         }
+        Ok(())
+    }
+
+    /// Whether a component does its work now.
+    async fn serves(&self, component: &Component) -> Result<bool, ClusterError> {
+        let ports = self.ports();
+        let admin = self.client().await?;
+        Ok(match component {
+            Component::Etcd => {
+                let etcd = self.client_of(ports.etcd_client, "etcd-ca.crt", "etcd-client").await?;
+                control_plane::etcd_serves(&etcd).await
+            }
+            Component::ApiServer => control_plane::apiserver_serves(&admin).await,
+            Component::ControllerManager => {
+                let manager = self.client_of(ports.controller_manager, "ca.crt", "admin").await?;
+                control_plane::controllers_work(&manager, &admin).await
+            }
+            Component::Operator => self.operator_serves(&admin).await,
+            Component::Node(id) => self.node_is_ready(&admin, id).await,
+        })
     }
 
     /// Where a component's output goes.
@@ -343,34 +346,42 @@ impl LocalCluster {
         self.process(component).ok_or_else(|| ClusterError::NotRunning(component.clone()))
     }
 
-    /// Starts what of the control plane does not run.
+    /// Starts what of the control plane does not run, and waits until all of it serves.
     pub async fn up_control_plane(&self) -> Result<(), ClusterError> {
         self.end_unrecorded_components().await?;
         for component in &CONTROL_PLANE {
-            if self.process(component).is_none() {
-                self.progress.step(&component.to_string(), self.start(component)).await?;
-            }
+            self.bring_up(component).await?;
         }
         Ok(())
     }
 
-    /// Starts what of the whole cluster does not run: control plane, operator, every known node.
+    /// Starts what of the whole cluster does not run: control plane, operator, every known node. A
+    /// program that was built anew since its process was started is started again.
     pub async fn up(&self) -> Result<(), ClusterError> {
         self.up_control_plane().await?;
-        if self.process(&Component::Operator).is_none() {
-            let work = self.start(&Component::Operator);
-            self.progress.step(&Component::Operator.to_string(), work).await?;
+        let nodes: Vec<Component> = self.recorded().nodes.into_iter().map(|node| Component::Node(node.id)).collect();
+        for component in [Component::Operator].iter().chain(&nodes) {
+            if self.process(component).is_some_and(ProcessId::is_outdated) {
+                self.progress.step(&format!("stopping the old {component}"), self.stop(component)).await?;
+            }
         }
-        let nodes = self.recorded().nodes.into_iter().map(|node| Component::Node(node.id));
-        let down: Vec<Component> = nodes.filter(|node| self.process(node).is_none()).collect();
+        self.bring_up(&Component::Operator).await?;
         // Each proves its accelerator by booting a guest: they do that side by side.
-        for node in &down {
+        for node in &nodes {
             self.spawn(node).await?;
         }
-        for node in &down {
-            self.progress.step(&node.to_string(), self.ready(node)).await?;
+        for node in &nodes {
+            self.bring_up(node).await?;
         }
         Ok(())
+    }
+
+    /// Starts a component, or waits for one that an earlier command has started.
+    async fn bring_up(&self, component: &Component) -> Result<(), ClusterError> {
+        if self.process(component).is_some() && self.serves(component).await? {
+            return Ok(());
+        }
+        self.progress.step(&component.to_string(), self.start(component)).await
     }
 
     /// Stops everything of this cluster, recorded or not, virtual machines included. State stays.

@@ -60,6 +60,13 @@ impl ProcessId {
         Self::of(self.pid) == Some(self)
     }
 
+    /// Whether the file of its program was replaced or removed since it was started.
+    pub fn is_outdated(self) -> bool {
+        // The link of a replaced file ends so; procfs leaves it as it is.
+        fs::read_link(format!("/proc/{}/exe", self.pid))
+            .is_ok_and(|exe| exe.as_os_str().to_string_lossy().ends_with(" (deleted)"))
+    }
+
     /// Sends a signal to this very process; false when it is gone already.
     pub fn signal(self, signal: Signal) -> Result<bool, ProcessError> {
         let failed = |source: rustix::io::Errno| ProcessError::Signal { pid: self.pid, signal, source: source.into() };
