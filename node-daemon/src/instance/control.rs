@@ -1,7 +1,7 @@
 //! What the session asks of the Instances.
 
 use futures::{StreamExt as _, stream::BoxStream};
-use kibo_crds::InstanceId;
+use kibo_crds::{InstanceId, ObjectUid};
 use kibo_protocol::v1;
 
 use super::{ExecStream, Instances, LogChunk, StopMode, StreamError, Summary};
@@ -39,5 +39,9 @@ impl InstanceControl for Instances {
         follow: bool,
     ) -> Result<BoxStream<'static, LogChunk>, StreamError> {
         Ok(self.log(workspace_uid, tail_lines, follow)?.boxed())
+    }
+
+    fn forget_log(&self, layer: &ObjectUid) {
+        self.forget_log(layer);
     }
 }

@@ -158,6 +158,13 @@ impl Instances {
         guest.exec(process, request.stdin).await
     }
 
+    /// Removes what a Workspace printed; its writable layer was deleted. Blocks for a moment.
+    pub fn forget_log(&self, workspace: &ObjectUid) {
+        if let Err(error) = self.0.deps.logs.remove(workspace) {
+            tracing::warn!(%workspace, %error, "failed to remove the log of a deleted Workspace");
+        }
+    }
+
     /// What a Workspace printed on this node. With `follow`, it ends with the Instance.
     pub fn log(
         &self,

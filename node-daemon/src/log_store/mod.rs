@@ -12,6 +12,7 @@ use std::{
     io::{self, Write as _},
     path::{Path, PathBuf},
     sync::{Mutex, PoisonError},
+    time::Duration,
 };
 
 use bytes::Bytes;
@@ -28,11 +29,13 @@ use segment::{LastLines, Record, Segment, read_from};
 pub struct LogBounds {
     pub segment_bytes: u64,
     pub segments: usize,
+    /// Of a Workspace that was deleted where this node was not asked.
+    pub unused: Duration,
 }
 
 impl Default for LogBounds {
     fn default() -> Self {
-        Self { segment_bytes: 1 << 20, segments: 16 }
+        Self { segment_bytes: 1 << 20, segments: 16, unused: Duration::from_secs(30 * 24 * 3600) }
     }
 }
 
@@ -52,8 +55,16 @@ struct Live {
 }
 
 impl LogStore {
+    /// Makes the directory when it is missing; removes the logs that nobody has written for long.
     pub fn open(directory: PathBuf, bounds: LogBounds) -> io::Result<Self> {
         fs::create_dir_all(&directory)?;
+        for entry in fs::read_dir(&directory)? {
+            let entry = entry?;
+            let age = entry.metadata()?.modified()?.elapsed().unwrap_or_default();
+            if age > bounds.unused {
+                fs::remove_dir_all(entry.path())?;
+            }
+        }
         Ok(Self { directory, bounds, live: Mutex::default() })
     }
 

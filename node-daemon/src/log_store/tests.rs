@@ -62,7 +62,7 @@ async fn a_new_daemon_goes_on_where_the_old_one_was() {
 
 #[tokio::test]
 async fn the_oldest_part_goes_when_there_is_too_much() {
-    let fixture = fixture(LogBounds { segment_bytes: 40, segments: 2 });
+    let fixture = fixture(LogBounds { segment_bytes: 40, segments: 2, ..LogBounds::default() });
     let mut writer = fixture.writer(InstanceId::generate());
     for number in 0..10 {
         writer.store(&piece(number * 10, "123456789\n"));
@@ -73,7 +73,7 @@ async fn the_oldest_part_goes_when_there_is_too_much() {
 
 #[tokio::test]
 async fn a_follower_gets_what_comes_until_the_writer_is_gone() {
-    let fixture = fixture(LogBounds { segment_bytes: 30, segments: 8 });
+    let fixture = fixture(LogBounds { segment_bytes: 30, segments: 8, ..LogBounds::default() });
     let mut writer = fixture.writer(InstanceId::generate());
     writer.store(&piece(0, "old\nnew\n"));
     let mut follower = Box::pin(fixture.store.read(&fixture.workspace, Some(1), true).unwrap());

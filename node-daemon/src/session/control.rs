@@ -3,7 +3,7 @@
 use std::future::Future;
 
 use futures::stream::BoxStream;
-use kibo_crds::InstanceId;
+use kibo_crds::{InstanceId, ObjectUid};
 use kibo_protocol::v1;
 
 use crate::{
@@ -38,4 +38,7 @@ pub trait InstanceControl: Send + Sync + 'static {
         tail_lines: Option<u64>,
         follow: bool,
     ) -> Result<BoxStream<'static, LogChunk>, StreamError>;
+
+    /// What a Workspace printed goes with its writable layer, whose uid is the Workspace's. Blocks for a moment.
+    fn forget_log(&self, layer: &ObjectUid);
 }

@@ -261,6 +261,9 @@ impl<I: InstanceControl> Handler<I> {
             if let Err(error) = &result {
                 tracing::warn!(object = %granted.object.uid, %error, "a command on an object failed");
             }
+            if matches!((command, &result), (Command::Delete, Ok(_))) {
+                node.instances.forget_log(&granted.object.uid);
+            }
             outbox.send(from_node::Message::ObjectResult(object_result(command_id, &granted, result)));
         });
     }

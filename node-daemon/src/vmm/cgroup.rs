@@ -77,7 +77,22 @@ impl Cgroups {
             Version::V1 => (self.root.join("cpu").join(&below), self.root.join("memory").join(&below)),
             Version::V2 => (self.root.join(&below), self.root.join(&below)),
         };
-        Cgroup { version: self.version, root: self.root.clone(), cpu, memory }
+        let others = if self.version == Version::V1 { self.other_hierarchies() } else { Vec::new() };
+        Cgroup { version: self.version, root: self.root.clone(), cpu, memory, others }
+    }
+
+    /// The v1 hierarchies beside those of cpu and memory (which may be mounted under several names).
+    fn other_hierarchies(&self) -> Vec<PathBuf> {
+        let limited: Vec<_> =
+            ["cpu", "memory"].iter().filter_map(|controller| self.root.join(controller).canonicalize().ok()).collect();
+        let Ok(entries) = fs::read_dir(&self.root) else { return Vec::new() };
+        let mut others: Vec<PathBuf> = entries
+            .filter_map(|entry| entry.ok()?.path().canonicalize().ok())
+            .filter(|path| !limited.contains(path) && path.join("cgroup.procs").is_file())
+            .collect();
+        others.sort_unstable();
+        others.dedup();
+        others
     }
 
     /// Names of all Instances that have a cgroup here.
@@ -107,6 +122,8 @@ pub struct Cgroup {
     root: PathBuf,
     cpu: PathBuf,
     memory: PathBuf,
+    /// Of the v1 hierarchies in which an Instance has no limits.
+    others: Vec<PathBuf>,
 }
 
 impl Cgroup {
@@ -161,9 +178,11 @@ impl Cgroup {
         Ok(())
     }
 
-    /// The files into which a process writes itself to join.
+    /// The files into which a process writes itself to join. Where an Instance has no limits it goes to the top, since
+    /// whoever ends the daemon's container or unit may end everything in its cgroup, in any hierarchy.
     pub fn joins(&self) -> Vec<PathBuf> {
-        self.directories().into_iter().map(|directory| directory.join("cgroup.procs")).collect()
+        let own = self.directories().into_iter();
+        own.chain(self.others.iter().map(PathBuf::as_path)).map(|directory| directory.join("cgroup.procs")).collect()
     }
 
     /// How many processes the kernel killed here because memory ran out; `None` when it cannot be read.
@@ -179,9 +198,9 @@ impl Cgroup {
     /// The processes in it.
     pub fn processes(&self) -> Vec<i32> {
         let mut pids: Vec<i32> = self
-            .joins()
+            .directories()
             .iter()
-            .filter_map(|file| fs::read_to_string(file).ok())
+            .filter_map(|directory| fs::read_to_string(directory.join("cgroup.procs")).ok())
             .flat_map(|pids| pids.lines().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>())
             .collect();
         pids.sort_unstable();
@@ -258,6 +277,68 @@ mod tests {
         {
             assert_eq!(quota(MilliCpu(milli)), expected, "{milli}m");
         }
+    }
+
+    /// The files of a hierarchy, as plain files.
+    fn fake(directories: &[&str]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        for directory in directories {
+            fs::create_dir_all(root.path().join(directory)).unwrap();
+            fs::write(root.path().join(directory).join("cgroup.procs"), "").unwrap();
+        }
+        root
+    }
+
+    fn read(path: &Path) -> String {
+        fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+    }
+
+    const LIMITS: Limits = Limits { cpu: Some(MilliCpu(1500)), memory: Bytes::mib(320) };
+
+    #[test]
+    fn version_2_has_one_directory_and_hands_its_controllers_down() {
+        let root = fake(&["."]);
+        let root = root.path();
+        fs::write(root.join("cgroup.controllers"), "cpuset cpu io memory pids\n").unwrap();
+        let cgroup = Cgroups::open(root, "node-1").unwrap().instance("inst-x");
+        cgroup.create(LIMITS).unwrap();
+        let own = root.join("kibotos/node-1/inst-x");
+        assert_eq!(read(&own.join("cpu.max")), "150000 100000");
+        assert_eq!(read(&own.join("memory.max")), (320 << 20).to_string());
+        for above in ["", "kibotos", "kibotos/node-1"] {
+            assert_eq!(read(&root.join(above).join("cgroup.subtree_control")), "+cpu +memory", "{above:?}");
+        }
+        assert_eq!(cgroup.joins(), [own.join("cgroup.procs")]);
+        cgroup.limit_cpu(None).unwrap();
+        assert_eq!(read(&own.join("cpu.max")), "max");
+        assert_eq!(cgroup.oom_kills(), None);
+        fs::write(own.join("memory.events"), "low 0\noom 1\noom_kill 2\noom_group_kill 0\n").unwrap();
+        assert_eq!(cgroup.oom_kills(), Some(2));
+    }
+
+    #[test]
+    fn version_1_leaves_the_cgroup_of_the_daemon_in_every_hierarchy() {
+        let root = fake(&["cpu,cpuacct", "memory", "pids", "systemd"]);
+        let root = root.path().canonicalize().unwrap();
+        for name in ["cpu", "cpuacct"] {
+            std::os::unix::fs::symlink("cpu,cpuacct", root.join(name)).unwrap();
+        }
+        let cgroup = Cgroups::open(&root, "node-1").unwrap().instance("inst-x");
+        cgroup.create(LIMITS).unwrap();
+        let joins = [
+            "cpu/kibotos/node-1/inst-x/cgroup.procs",
+            "memory/kibotos/node-1/inst-x/cgroup.procs",
+            "pids/cgroup.procs",
+            "systemd/cgroup.procs",
+        ];
+        assert_eq!(cgroup.joins(), joins.map(|file| root.join(file)));
+        assert_eq!(read(&root.join("cpu/kibotos/node-1/inst-x/cpu.cfs_quota_us")), "150000");
+        fs::write(
+            root.join("memory/kibotos/node-1/inst-x/memory.oom_control"),
+            "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",
+        )
+        .unwrap();
+        assert_eq!(cgroup.oom_kills(), Some(1));
     }
 
     #[test]

@@ -8,7 +8,8 @@ use futures::StreamExt as _;
 use kibo_node_daemon::{accelerator, instance::StopMode};
 use kibo_protocol::v1::{EndReason, InstanceState, ObjectUse, instance_event::Kind};
 
-use node::{TestNode, Workspace, kill};
+use node::{TestNode, Workspace, kill, signal};
+use rustix::process::Signal;
 
 #[test]
 fn a_workspace_runs_stops_and_finds_its_data_again() {
@@ -184,6 +185,106 @@ fn a_vm_without_its_program_fails_with_the_reason() {
     let (reason, ended) = daemon.ended(instance);
     assert_eq!(reason, EndReason::VmmFailed, "{ended:?}");
     assert!(ended.message.contains("memory"), "{ended:?}");
+    node.assert_nothing_left();
+}
+
+#[test]
+fn a_daemon_that_is_killed_anywhere_is_followed_by_one_that_goes_on() {
+    let node = TestNode::new();
+    let mut workspace = Workspace::new();
+    for millis in [0, 20, 80, 200, 500, 1500] {
+        let pause = Duration::from_millis(millis);
+        let daemon = node.daemon();
+        let instance = daemon.start(workspace.next(&node));
+        std::thread::sleep(pause);
+        daemon.die();
+
+        let daemon = node.daemon();
+        if millis == 0 && daemon.instances.list().is_empty() {
+            // Killed before anything was on the disk: the control plane asks again.
+            let launch = workspace.again(&node, instance);
+            daemon.start(launch);
+        }
+        daemon.available(instance);
+        assert_eq!(node.processes().len(), 1, "one VM, {millis} ms");
+        daemon.sh(instance, &format!("echo {millis} >> /root/log"));
+        assert!(daemon.instances.stop(instance, StopMode::Normal));
+        std::thread::sleep(pause / 4);
+        daemon.die();
+
+        let daemon = node.daemon();
+        // As the desired set says again; it may have ended meanwhile.
+        daemon.instances.stop(instance, StopMode::Normal);
+        let (reason, ended) = daemon.ended(instance);
+        assert_eq!(reason, EndReason::Stopped, "{millis} ms: {ended:?}");
+        node.assert_nothing_left();
+        daemon.die();
+    }
+    let daemon = node.daemon();
+    let instance = daemon.start(workspace.next(&node));
+    daemon.available(instance);
+    assert_eq!(daemon.sh(instance, "cat /root/log"), (0, "0\n20\n80\n200\n500\n1500\n".to_owned()));
+    daemon.instances.stop(instance, StopMode::Force);
+    daemon.ended(instance);
+}
+
+#[test]
+fn a_guest_that_hangs_is_told_and_only_force_ends_it() {
+    let node = TestNode::new();
+    let mut workspace = Workspace::new();
+    let daemon = node.daemon();
+    let instance = daemon.start(workspace.next(&node));
+    daemon.available(instance);
+    let pid = node.processes()[0];
+    signal(pid, Signal::STOP);
+    daemon.wait_for(instance, "GuestUnresponsive", |kind| matches!(kind, Kind::GuestUnresponsive(_)).then_some(()));
+    assert!(daemon.instances.stop(instance, StopMode::Normal));
+    signal(pid, Signal::CONT);
+    daemon.wait_for(instance, "GuestResponsive", |kind| matches!(kind, Kind::GuestResponsive(_)).then_some(()));
+    assert_eq!(daemon.ended(instance).0, EndReason::Stopped);
+
+    let instance = daemon.start(workspace.next(&node));
+    daemon.available(instance);
+    signal(node.processes()[0], Signal::STOP);
+    let asked = Instant::now();
+    assert!(daemon.instances.stop(instance, StopMode::Normal));
+    assert!(daemon.instances.stop(instance, StopMode::Force));
+    assert_eq!(daemon.ended(instance).0, EndReason::ForceStopped);
+    assert!(asked.elapsed() < Duration::from_secs(5), "took {:?}", asked.elapsed());
+    node.assert_nothing_left();
+}
+
+#[test]
+fn limits_are_the_workspaces_and_an_oom_kill_is_recognized() {
+    let node = TestNode::new();
+    let mut workspace = Workspace::new();
+    workspace.cpu_milli = 500;
+    let daemon = node.daemon();
+    let instance = daemon.start(workspace.next(&node));
+    daemon.available(instance);
+    let file = |controller: &str, name: &str| {
+        let below = format!("{controller}/kibotos/{}/{instance}/{name}", node.id);
+        std::path::Path::new("/sys/fs/cgroup").join(below)
+    };
+    let read = |controller, name| std::fs::read_to_string(file(controller, name)).unwrap().trim().to_owned();
+    assert_eq!((read("cpu", "cpu.cfs_quota_us"), read("cpu", "cpu.cfs_period_us")), ("50000".into(), "100000".into()));
+    assert_eq!(daemon.sh(instance, "nproc"), (0, "1\n".to_owned()));
+
+    let used: u64 = read("memory", "memory.usage_in_bytes").parse().unwrap();
+    std::fs::write(file("memory", "memory.limit_in_bytes"), (used + (8 << 20)).to_string()).unwrap();
+    daemon.run(instance, "head -c 100M /dev/zero | tail");
+    let (reason, ended) = daemon.ended(instance);
+    assert_eq!(reason, EndReason::OutOfMemory, "{ended:?}");
+    node.assert_nothing_left();
+}
+
+#[test]
+fn a_guest_that_does_not_boot_in_time_is_ended_with_its_console() {
+    let mut node = TestNode::new();
+    node.bounds.boot = Duration::from_millis(200);
+    let daemon = node.daemon();
+    let instance = daemon.start(Workspace::new().next(&node));
+    assert_eq!(daemon.ended(instance).0, EndReason::GuestBootTimeout);
     node.assert_nothing_left();
 }
 

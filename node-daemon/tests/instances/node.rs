@@ -56,6 +56,7 @@ pub struct Workspace {
     pub root_image: String,
     pub entrypoint: Vec<String>,
     pub memory_mib: u64,
+    pub cpu_milli: u64,
 }
 
 impl Workspace {
@@ -67,12 +68,18 @@ impl Workspace {
             root_image: "debian-12".to_owned(),
             entrypoint: vec![],
             memory_mib: 256,
+            cpu_milli: 1000,
         }
     }
 
     /// The next Instance's launch.
     pub fn next(&mut self, node: &TestNode) -> Launch {
         self.epoch += 1;
+        self.again(node, InstanceId::generate())
+    }
+
+    /// The launch of an Instance that has the newest grants.
+    pub fn again(&self, node: &TestNode, instance: InstanceId) -> Launch {
         let predecessor_end = if self.epoch == 1 { v1::PredecessorEnd::None } else { v1::PredecessorEnd::Released };
         let object = |uid: &str, mib: u64| v1::Object {
             uid: uid.to_owned(),
@@ -86,14 +93,14 @@ impl Workspace {
             }),
         };
         let message = v1::Launch {
-            instance_id: InstanceId::generate().to_string(),
+            instance_id: instance.to_string(),
             workspace: Some(v1::WorkspaceRef {
                 namespace: "default".to_owned(),
                 name: "test".to_owned(),
                 uid: self.uid.clone(),
                 id: String::new(),
             }),
-            cpu_milli: 1000,
+            cpu_milli: self.cpu_milli,
             memory_bytes: self.memory_mib << 20,
             allocated_memory_bytes: (self.memory_mib + 64) << 20,
             root_image: self.root_image.clone(),
@@ -218,7 +225,11 @@ impl Drop for TestNode {
 }
 
 pub fn kill(pid: i32) {
-    let _ = kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL);
+    signal(pid, Signal::KILL);
+}
+
+pub fn signal(pid: i32, signal: Signal) {
+    let _ = kill_process(Pid::from_raw(pid).unwrap(), signal);
 }
 
 impl Daemon {
