@@ -63,6 +63,10 @@ pub struct Run {
     /// How many days the record of a deleted Workspace is kept
     #[arg(long, value_name = "DAYS", default_value_t = 30, value_parser = clap::value_parser!(u16).range(1..=3650))]
     pub tombstone_days: u16,
+    /// Name of this replica, which no other process has at the same time (a pod's name). One that comes back
+    /// under its name leads again at once; absent: a random one
+    #[arg(long, env = "KIBOTOS_IDENTITY", value_name = "NAME")]
+    pub identity: Option<String>,
     /// How long a leader that fell silent stays the leader
     #[arg(long, env = "KIBOTOS_LEASE_SECONDS", value_name = "SECONDS", default_value_t = 15, value_parser = clap::value_parser!(u16).range(3..=300))]
     pub lease_seconds: u16,

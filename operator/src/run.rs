@@ -112,7 +112,7 @@ async fn replica(args: Run, ended: CancellationToken) -> anyhow::Result<()> {
     else {
         return Ok(());
     };
-    let elector = Elector::new(client.clone(), &args.namespace, args.lease_duration());
+    let elector = Elector::new(client.clone(), &args.namespace, args.identity.clone(), args.lease_duration());
     let server = listen(&args, &authority, elector.observed_term(), &closed).await?;
     let leadership = tokio::select! {
         leadership = elector.acquire() => leadership?,

@@ -56,6 +56,8 @@ impl LocalCluster {
             .flag("api-listen", listen(ports.api))
             .flag("health-listen", listen(ports.health))
             .flag("session-name", "127.0.0.1,localhost")
+            // This cluster runs one at a time, so one that was killed need not be waited for.
+            .flag("identity", "local")
             // No kube-proxy here: the API server resolves the aggregated API by this name instead.
             .flag("api-service-external-name", "localhost"))
     }

@@ -8,10 +8,9 @@ use kibo_crds::Term;
 /// What to do about the Lease that was just read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Nobody holds it, or its holder fell silent: take it with this term.
+    /// Nobody holds it, its holder fell silent, or its holder was an earlier process of this name (or this one,
+    /// whose write got through without an answer): take it with this term.
     Take(Term),
-    /// It is held by this process already: an earlier write whose answer was lost.
-    Held(Term),
     /// Somebody else holds it.
     Wait,
 }
@@ -45,14 +44,11 @@ pub fn term_of(spec: &LeaseSpec) -> Term {
 pub fn decide(spec: &LeaseSpec, me: &str, since: Duration, now: Duration, fallback: Duration) -> Step {
     let term = term_of(spec);
     let holder = spec.holder_identity.as_deref().filter(|holder| !holder.is_empty());
-    if holder == Some(me) {
-        return Step::Held(term);
-    }
     let duration = spec
         .lease_duration_seconds
         .and_then(|seconds| u64::try_from(seconds).ok())
         .map_or(fallback, Duration::from_secs);
-    if holder.is_none() || now.saturating_sub(since) > duration {
+    if holder.is_none_or(|holder| holder == me) || now.saturating_sub(since) > duration {
         // The range is that of the counter in the Lease; nothing reaches its end.
         return Step::Take(Term(term.0 + 1));
     }
@@ -78,7 +74,7 @@ mod tests {
         for (holder, since, now, expected) in [
             (None, 0, 0, Step::Take(Term(8))),
             (Some(""), 0, 0, Step::Take(Term(8))),
-            (Some("me"), 0, 100, Step::Held(Term(7))),
+            (Some("me"), 0, 0, Step::Take(Term(8))),
             (Some("other"), 100, 110, Step::Wait),
             (Some("other"), 100, 115, Step::Wait),
             (Some("other"), 100, 116, Step::Take(Term(8))),

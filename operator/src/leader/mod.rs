@@ -78,12 +78,14 @@ pub struct Elector {
 }
 
 impl Elector {
-    pub fn new(client: Client, namespace: &str, lease: Duration) -> Self {
+    /// `identity` must be that of no other process at the same time; absent: one that never comes again.
+    pub fn new(client: Client, namespace: &str, identity: Option<String>, lease: Duration) -> Self {
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let random = || format!("{host}_{}", ulid::Ulid::new().to_string().to_ascii_lowercase());
         Self {
             api: Api::namespaced(client.clone(), namespace),
             client,
-            identity: format!("{host}_{}", ulid::Ulid::new().to_string().to_ascii_lowercase()),
+            identity: identity.unwrap_or_else(random),
             timing: Timing::of(lease),
             observed_term: Arc::default(),
         }
@@ -123,8 +125,7 @@ impl Elector {
         let now = boottime();
         let since = watched.observe(&spec, now);
         let term = match decide(&spec, &self.identity, since, now, self.timing.lease) {
-            // Not the moment of that earlier write: renewed before anything is done with it.
-            Step::Held(term) | Step::Take(term) => term,
+            Step::Take(term) => term,
             Step::Wait => {
                 if *told != spec.holder_identity {
                     tracing::info!(holder = spec.holder_identity.as_deref(), "another replica leads; standing by");
@@ -133,8 +134,7 @@ impl Elector {
                 return Ok(None);
             }
         };
-        let acquired = if term_of(&spec) == term { spec.acquire_time } else { None };
-        lease.spec = Some(self.held(term, acquired));
+        lease.spec = Some(self.held(term));
         match self.api.replace(LEASE, &PostParams::default(), &lease).await {
             Ok(lease) => Ok(Some((lease, now))),
             Err(kube::Error::Api(status)) if status.is_conflict() => Ok(None),
@@ -148,7 +148,7 @@ impl Elector {
         let highest = highest_written_term(&self.client).await.map_err(api_error("find the first term for"))?;
         let lease = Lease {
             metadata: ObjectMeta { name: Some(LEASE.to_owned()), ..ObjectMeta::default() },
-            spec: Some(self.held(Term(highest.0 + 1), None)),
+            spec: Some(self.held(Term(highest.0 + 1))),
         };
         match self.api.create(&PostParams::default(), &lease).await {
             Ok(lease) => Ok(Some(lease)),
@@ -157,13 +157,13 @@ impl Elector {
         }
     }
 
-    fn held(&self, term: Term, acquired: Option<MicroTime>) -> LeaseSpec {
+    fn held(&self, term: Term) -> LeaseSpec {
         let now = MicroTime(jiff::Timestamp::now());
         LeaseSpec {
             holder_identity: Some(self.identity.clone()),
             lease_duration_seconds: i32::try_from(self.timing.lease.as_secs()).ok(),
             lease_transitions: i32::try_from(term.0).ok(),
-            acquire_time: Some(acquired.unwrap_or_else(|| now.clone())),
+            acquire_time: Some(now.clone()),
             renew_time: Some(now),
             ..LeaseSpec::default()
         }
@@ -298,8 +298,12 @@ async fn renew_once(elector: &Elector, lease: &mut Lease) -> Result<(), LeaderEr
         Err(kube::Error::Api(status)) if status.is_conflict() || status.is_not_found() => {
             let stored = elector.api.get_opt(LEASE).await.map_err(api_error("read"))?;
             let holder = stored.as_ref().and_then(|lease| lease.spec.as_ref()?.holder_identity.clone());
+            let is_ours = |stored: &Lease| {
+                let term = |lease: &Lease| lease.spec.as_ref().map(term_of);
+                stored.uid() == lease.uid() && term(stored) == term(lease)
+            };
             match stored {
-                Some(stored) if holder.as_deref() == Some(&elector.identity) && stored.uid() == lease.uid() => {
+                Some(stored) if holder.as_deref() == Some(&elector.identity) && is_ours(&stored) => {
                     *lease = stored;
                     Ok(())
                 }

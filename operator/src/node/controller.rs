@@ -75,6 +75,14 @@ impl NodeControl {
         }
     }
 
+    /// When a Node is looked at again though nothing happens: the end of the grace for returning nodes first.
+    fn next_look(&self) -> Duration {
+        match RETURN_GRACE.checked_sub(self.began.elapsed()) {
+            Some(left) => left + Duration::from_millis(100),
+            None => PERIOD,
+        }
+    }
+
     /// Time left until the next write that follows usage alone.
     fn paced(&self, id: &NodeId) -> Option<Duration> {
         let written = self.written.lock().expect("no holder of this lock panics");
@@ -176,8 +184,9 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
     }
     let observed = control.observe(&id, &node);
     let status = compute(&observed);
+    let next = control.next_look();
     if !is_worth_a_write(node.status.as_ref(), &status) {
-        return Ok(Action::requeue(PERIOD));
+        return Ok(Action::requeue(next));
     }
     if is_usage_alone(node.status.as_ref(), &status)
         && let Some(left) = control.paced(&id)
@@ -188,7 +197,7 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
     guarded::replace_status(&control.api(), &*node, status, control.ctx.term).await?;
     metrics::counter!("kibotos_status_writes_total", "kind" => "Node").increment(1);
     control.note_write(&id);
-    Ok(Action::requeue(PERIOD))
+    Ok(Action::requeue(next))
 }
 
 /// Brings what the spec asks for to the live session.
