@@ -37,6 +37,8 @@ pub enum Need {
     /// Directories that an earlier command has built, or none: for stopping and looking.
     Nothing,
     ControlPlane,
+    /// The operator without nodes, so no guest.
+    Operator,
     Everything,
 }
 
@@ -47,13 +49,13 @@ impl Programs {
         let repository = repository();
         let control_plane = match need {
             Need::Nothing => PathBuf::new(),
-            Need::ControlPlane | Need::Everything => {
+            Need::ControlPlane | Need::Operator | Need::Everything => {
                 built("KIBOTOS_CONTROL_PLANE", &repository.join("hack/control-plane/build"))?
             }
         };
         let guest = match need {
             Need::Everything => Some(built("KIBOTOS_GUEST", &repository.join("hack/guest/build"))?),
-            Need::Nothing | Need::ControlPlane => None,
+            Need::Nothing | Need::ControlPlane | Need::Operator => None,
         };
         Ok(Self { control_plane, guest, own: own_directory()?, repository })
     }

@@ -3,6 +3,7 @@
 //! the last, whatever happened; then nothing of it may be left on the host.
 
 mod audit;
+pub mod host;
 mod place;
 mod wait;
 mod workspaces;
@@ -45,6 +46,11 @@ impl Suite {
     /// Tests that need the API server with the custom resources only.
     pub fn with_control_plane() -> Self {
         Self { need: Need::ControlPlane, tests: Vec::new() }
+    }
+
+    /// Tests that need the operator too, and play the nodes themselves.
+    pub fn with_operator() -> Self {
+        Self { need: Need::Operator, tests: Vec::new() }
     }
 
     /// Tests that need the operator and nodes too.
@@ -111,7 +117,7 @@ impl Shared {
         let begun = async {
             cluster.up_control_plane().await?;
             match self.need {
-                Need::Everything => cluster.start(&Component::Operator).await?,
+                Need::Operator | Need::Everything => cluster.start(&Component::Operator).await?,
                 Need::ControlPlane | Need::Nothing => place::apply_contract(&cluster).await?,
             }
             anyhow::Ok(())

@@ -1,0 +1,308 @@
+//! Control sessions and enrollment: who is let in, who is not, and who wins a race. The operator is the real
+//! one; the host is played by hand, since a good daemon does none of this.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use kibo_crds::node::{NodePhase, NodeStatus};
+use kibo_crds::{Node, StoragePool};
+use kibo_e2e::suite::host::{Host, Session, dial, issue};
+use kibo_e2e::suite::{Place, Suite, eventually};
+use kibo_protocol::Secret;
+use kibo_protocol::v1::{self, SessionRefusal, from_node, to_node};
+use kube::api::{Api, Patch, PatchParams};
+use serde_json::{Value, json};
+use tonic::Code;
+
+const SOON: Duration = Duration::from_secs(20);
+
+async fn status(place: &Place, id: &str) -> Result<NodeStatus> {
+    Ok(place.all::<Node>().get(id).await?.status.unwrap_or_default())
+}
+
+/// Waits until the status of a node is as it should be.
+async fn becomes(
+    place: &Place,
+    id: &str,
+    what: &str,
+    reached: impl Fn(&NodeStatus) -> bool + Copy,
+) -> Result<NodeStatus> {
+    let probe = async || Ok(Some(status(place, id).await?).filter(reached));
+    let outcome = eventually(&format!("node {id}: {what}"), SOON, probe).await;
+    match outcome {
+        Ok(status) => Ok(status),
+        Err(error) => Err(error.context(format!("{:#?}", status(place, id).await?))),
+    }
+}
+
+async fn patch(place: &Place, id: &str, spec: Value) -> Result<Node, kube::Error> {
+    let api: Api<Node> = place.all();
+    api.patch(id, &PatchParams::default(), &Patch::Merge(json!({ "spec": spec }))).await
+}
+
+fn isolation(incarnation: u64) -> Value {
+    json!({ "isolation": { "incarnation": incarnation, "confirmHostCannotWrite": true } })
+}
+
+fn condition(status: &NodeStatus, kind: &str) -> (String, String) {
+    let found = status.conditions.iter().find(|condition| condition.type_ == kind);
+    found.map(|condition| (condition.status.clone(), condition.reason.clone())).unwrap_or_default()
+}
+
+async fn refused(host: &Host, incarnation: Option<u64>) -> Result<SessionRefusal> {
+    let refusal = host.open(incarnation).await?.err().context("the session was accepted")?;
+    Ok(refusal.reason())
+}
+
+fn is_alive(status: &NodeStatus) -> bool {
+    status.session.as_ref().is_some_and(|session| session.alive)
+}
+
+async fn a_token_makes_one_node_once(place: Arc<Place>) -> Result<()> {
+    let secret = Secret::generate()?;
+    issue(&place, "once", &secret, Duration::from_secs(60)).await?;
+    let request = |id: &str, secret: &Secret| v1::EnrollRequest {
+        node_id: id.to_owned(),
+        secret: secret.expose().to_vec(),
+        version: "unreleased".to_owned(),
+    };
+    let enroll = async |id: &str, secret: &Secret| {
+        let mut client = dial(&place).await?;
+        anyhow::Ok(client.enroll(request(id, secret)).await.map(|_| ()).map_err(|status| status.code()))
+    };
+    let wrong = Secret::generate()?;
+    ensure!(enroll("nobody", &secret).await? == Err(Code::NotFound));
+    ensure!(enroll("once", &wrong).await? == Err(Code::PermissionDenied));
+
+    // Eight hosts with one token at the same moment.
+    let attempts = futures::future::join_all((0..8).map(|_| enroll("once", &secret))).await;
+    let outcomes = attempts.into_iter().collect::<Result<Vec<_>>>()?;
+    ensure!(outcomes.iter().filter(|outcome| outcome.is_ok()).count() == 1, "{outcomes:?}");
+    ensure!(outcomes.iter().all(|outcome| matches!(outcome, Ok(()) | Err(Code::AlreadyExists))), "{outcomes:?}");
+
+    issue(&place, "late", &secret, Duration::ZERO).await?;
+    ensure!(enroll("late", &secret).await? == Err(Code::FailedPrecondition));
+    Ok(())
+}
+
+async fn a_daemon_keeps_its_incarnation_and_an_empty_host_gets_the_next(place: Arc<Place>) -> Result<()> {
+    let host = Host::enroll(&place, "lives").await?;
+    let first = host.session(None).await?;
+    ensure!(first.ack.incarnation == 1 && first.ack.revision > 0 && !first.ack.cluster_id.is_empty());
+    let stored = status(&place, "lives").await?;
+    ensure!(is_alive(&stored) && stored.session.as_ref().map(|s| s.id.clone()) == Some(first.ack.session_id.clone()));
+    ensure!(stored.term.map(|term| term.0) == Some(first.term));
+    drop(first);
+    becomes(&place, "lives", "the session is over", |status| !is_alive(status)).await?;
+
+    ensure!(host.session(Some(1)).await?.ack.incarnation == 1);
+    becomes(&place, "lives", "the session is over", |status| !is_alive(status)).await?;
+    ensure!(host.session(None).await?.ack.incarnation == 2);
+    becomes(&place, "lives", "the session is over", |status| !is_alive(status)).await?;
+    // A host that was set back to an older state hears that its life is over.
+    ensure!(refused(&host, Some(1)).await? == SessionRefusal::Isolated);
+    Ok(())
+}
+
+async fn the_same_life_replaces_its_session_and_another_host_does_not(place: Arc<Place>) -> Result<()> {
+    let host = Host::enroll(&place, "double").await?;
+    let mut first = host.session(None).await?;
+    let clone = Host { boot_id: "boot-of-the-clone".to_owned(), ..host.clone() };
+    ensure!(refused(&clone, Some(1)).await? == SessionRefusal::Duplicate);
+    ensure!(refused(&clone, None).await? == SessionRefusal::Duplicate);
+    let shown =
+        becomes(&place, "double", "the duplicate is shown", |status| condition(status, "DuplicateHost").0 == "True");
+    ensure!(is_alive(&shown.await?));
+
+    let second = host.session(Some(1)).await?;
+    let told = loop {
+        match first.receive().await? {
+            Some(to_node::Message::Refused(refused)) => break refused.reason(),
+            Some(_) => {}
+            None => anyhow::bail!("the replaced session was not told why"),
+        }
+    };
+    ensure!(told == SessionRefusal::Replaced);
+    drop(first);
+    let stored = status(&place, "double").await?.session.context("a session")?;
+    ensure!(stored.id == second.ack.session_id && stored.alive, "the old session's end touched the new one");
+    Ok(())
+}
+
+async fn an_isolation_shuts_the_incarnation_out_and_ends_with_the_next(place: Arc<Place>) -> Result<()> {
+    let host = Host::enroll(&place, "cut-off").await?;
+    let session = host.session(None).await?;
+    let early = patch(&place, "cut-off", isolation(1)).await.err().context("isolated with a live session")?;
+    ensure!(early.to_string().contains("live control session"), "{early}");
+    drop(session);
+    becomes(&place, "cut-off", "the session is over", |status| !is_alive(status)).await?;
+
+    patch(&place, "cut-off", isolation(1)).await?;
+    becomes(&place, "cut-off", "it is isolated", |status| status.phase == Some(NodePhase::Isolated)).await?;
+    ensure!(refused(&host, Some(1)).await? == SessionRefusal::Isolated);
+    let session = host.session(None).await?;
+    ensure!(session.ack.incarnation == 2);
+    becomes(&place, "cut-off", "it is ready again", |status| status.phase == Some(NodePhase::Ready)).await?;
+    Ok(())
+}
+
+async fn of_an_isolation_and_a_reconnect_exactly_one_wins(place: Arc<Place>) -> Result<()> {
+    let host = Host::enroll(&place, "race").await?;
+    let mut incarnation = host.session(None).await?.ack.incarnation;
+    let (mut isolated, mut connected) = (0, 0);
+    for round in 0..20_u64 {
+        becomes(&place, "race", "no session", |status| !is_alive(status)).await?;
+        // A session takes two round trips more, so the isolation gives it a start of 0 to 38 ms.
+        let late = Duration::from_millis(round * 2);
+        let isolate = async {
+            tokio::time::sleep(late).await;
+            patch(&place, "race", isolation(incarnation)).await
+        };
+        let (isolate, connect) = tokio::join!(isolate, host.open(Some(incarnation)));
+        let connect = connect?;
+        ensure!(isolate.is_ok() != connect.is_ok(), "round {round}: isolate {isolate:?}, accepted {}", connect.is_ok());
+        if isolate.is_ok() {
+            isolated += 1;
+            ensure!(connect.err().map(|refused| refused.reason()) == Some(SessionRefusal::Isolated));
+            incarnation = host.session(None).await?.ack.incarnation;
+        } else {
+            connected += 1;
+        }
+    }
+    eprintln!("the isolation won {isolated} times, the reconnect {connected} times");
+    Ok(())
+}
+
+async fn settings_follow_the_spec_and_must_be_confirmed(place: Arc<Place>) -> Result<()> {
+    let host = Host::enroll(&place, "obedient").await?;
+    let mut session = host.session(None).await?;
+    session.confirm(&session.settings()).await?;
+    ensure!(!session.settings().drain && session.settings().cpu_ratio == 1000);
+
+    patch(&place, "obedient", json!({ "drain": { "requested": true }, "overcommit": { "cpu": "2.5" } })).await?;
+    let settings = next_settings(&mut session).await?;
+    ensure!(settings.drain && settings.cpu_ratio == 2500 && settings.revision > session.settings().revision);
+    becomes(&place, "obedient", "it drains", |status| status.phase == Some(NodePhase::Draining)).await?;
+    session.confirm(&settings).await?;
+    session.report(&settings, &[]).await?;
+    let drained =
+        becomes(&place, "obedient", "it is drained", |status| status.phase == Some(NodePhase::Drained)).await?;
+    ensure!(drained.schedulable.and_then(|amounts| amounts.cpu).as_deref() == Some("10"));
+
+    // Not confirmed: the session is dropped, and with the next one they come again.
+    patch(&place, "obedient", json!({ "drain": { "requested": false } })).await?;
+    ensure!(!next_settings(&mut session).await?.drain);
+    while session.receive().await?.is_some() {}
+    becomes(&place, "obedient", "the session is over", |status| !is_alive(status)).await?;
+    ensure!(!host.session(Some(1)).await?.settings().drain);
+    Ok(())
+}
+
+async fn next_settings(session: &mut Session) -> Result<v1::Settings> {
+    loop {
+        match session.receive().await?.context("the session ended")? {
+            to_node::Message::Settings(settings) => return Ok(settings),
+            other => ensure!(matches!(other, to_node::Message::EventAck(_)), "{other:?}"),
+        }
+    }
+}
+
+async fn a_control_plane_that_went_back_steers_nobody(place: Arc<Place>) -> Result<()> {
+    let host = Host::enroll(&place, "older").await?;
+    let first = host.session(None).await?;
+    let (cluster, revision, term) = (first.ack.cluster_id.clone(), first.ack.revision, first.term);
+    drop(first);
+    becomes(&place, "older", "the session is over", |status| !is_alive(status)).await?;
+    let hello = |cluster: &str, revision: u64, term: u64| v1::Hello {
+        cluster_id: cluster.to_owned(),
+        highest_revision: revision,
+        highest_term: term,
+        ..host.hello(Some(1))
+    };
+    for seen in [hello("another", revision, term), hello(&cluster, 1 << 40, term), hello(&cluster, revision, term + 1)]
+    {
+        let refused = host.say(from_node::Message::Hello(seen)).await?.err().context("accepted")?;
+        ensure!(refused.reason() == SessionRefusal::ControlPlaneWentBack, "{refused:?}");
+    }
+    becomes(&place, "older", "it is said why", |status| condition(status, "Ready").1 == "ControlPlaneWentBack").await?;
+    let seen = host.say(from_node::Message::Hello(hello(&cluster, revision, term))).await?;
+    ensure!(seen.is_ok());
+    Ok(())
+}
+
+async fn who_does_not_begin_with_a_hello_is_closed(place: Arc<Place>) -> Result<()> {
+    let host = Host::enroll(&place, "rude").await?;
+    let accept = from_node::Message::Accept(v1::Accept { offer_id: "x".to_owned() });
+    let refused = host.say(accept).await?.err().context("accepted")?;
+    ensure!(refused.reason() == SessionRefusal::InvalidHello);
+    let silent = host.keep_silent().await?;
+    ensure!(
+        matches!(&silent, Some(to_node::Message::Refused(refused)) if refused.reason() == SessionRefusal::InvalidHello),
+        "{silent:?}"
+    );
+
+    let stranger = Host { key: Secret::generate()?, ..host.clone() };
+    ensure!(refused_after(&stranger).await? == SessionRefusal::WrongKey);
+    let unknown = Host { id: "unknown".to_owned(), ..host };
+    ensure!(refused_after(&unknown).await? == SessionRefusal::UnknownNode);
+    Ok(())
+}
+
+async fn refused_after(host: &Host) -> Result<SessionRefusal> {
+    refused(host, None).await
+}
+
+async fn a_pool_with_another_marker_is_another_pool(place: Arc<Place>) -> Result<()> {
+    let pool = |uid: &str| v1::Pool {
+        id: "e2e-markers".to_owned(),
+        uid: uid.to_owned(),
+        default: true,
+        available: true,
+        capacity_bytes: Some(1 << 30),
+        free_bytes: Some(1 << 29),
+    };
+    let one = Host { pools: vec![pool("uid-1")], ..Host::enroll(&place, "marker-1").await? };
+    let two = Host { pools: vec![pool("uid-2")], ..Host::enroll(&place, "marker-2").await? };
+    let _one = one.session(None).await?;
+    let pools: Api<StoragePool> = place.all();
+    let first = async || {
+        let pool = pools.get_opt("e2e-markers").await?.and_then(|pool| pool.status);
+        Ok(pool.filter(|status| status.uid.as_deref() == Some("uid-1") && status.members.len() == 1))
+    };
+    let status = eventually("the pool has its first member", SOON, first).await?;
+    ensure!(status.free.as_deref() == Some("512Mi"), "{status:?}");
+    let _two = two.session(None).await?;
+    let conflict = async || {
+        let status = pools.get("e2e-markers").await?.status.unwrap_or_default();
+        let found = status.conditions.iter().any(|c| c.type_ == "MarkerConflict" && c.status == "True");
+        Ok(found.then_some(status))
+    };
+    let status = eventually("the conflict is shown", SOON, conflict).await?;
+    ensure!(status.members.len() == 1 && status.members[0].node.as_str() == "marker-1", "{status:?}");
+    Ok(())
+}
+
+fn main() -> ExitCode {
+    Suite::with_operator()
+        .test("a_token_makes_one_node_once", a_token_makes_one_node_once)
+        .test(
+            "a_daemon_keeps_its_incarnation_and_an_empty_host_gets_the_next",
+            a_daemon_keeps_its_incarnation_and_an_empty_host_gets_the_next,
+        )
+        .test(
+            "the_same_life_replaces_its_session_and_another_host_does_not",
+            the_same_life_replaces_its_session_and_another_host_does_not,
+        )
+        .test(
+            "an_isolation_shuts_the_incarnation_out_and_ends_with_the_next",
+            an_isolation_shuts_the_incarnation_out_and_ends_with_the_next,
+        )
+        .test("of_an_isolation_and_a_reconnect_exactly_one_wins", of_an_isolation_and_a_reconnect_exactly_one_wins)
+        .test("settings_follow_the_spec_and_must_be_confirmed", settings_follow_the_spec_and_must_be_confirmed)
+        .test("a_control_plane_that_went_back_steers_nobody", a_control_plane_that_went_back_steers_nobody)
+        .test("who_does_not_begin_with_a_hello_is_closed", who_does_not_begin_with_a_hello_is_closed)
+        .test("a_pool_with_another_marker_is_another_pool", a_pool_with_another_marker_is_another_pool)
+        .run()
+}
