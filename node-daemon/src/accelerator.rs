@@ -23,6 +23,12 @@ use crate::{
 
 /// Names process, cgroup and directory. It is no Instance's id, so what a killed daemon left of it is cleared as a stray.
 const NAME: &str = "accelerator-proof";
+
+/// Another daemon of this host may prove at the same time, for a node of the same name in another cluster.
+fn unique_name() -> String {
+    format!("{NAME}-{}", std::process::id())
+}
+
 const CACHE: &str = "accelerator.json";
 const MEMORY: Bytes = Bytes::mib(256);
 const MEMORY_LIMIT: Bytes = Bytes::mib(320);
@@ -118,7 +124,7 @@ async fn boot(vmm: &Vmm, directory: &Path, limit: Duration) -> Result<(), String
     let watched = Watched {
         process: started.process,
         complaints: Some(started.complaints),
-        cgroup: vmm.cgroup(NAME),
+        cgroup: vmm.cgroup(&unique_name()),
         directory: directory.to_owned(),
         sockets,
     };
@@ -145,13 +151,7 @@ enum Answer {
 }
 
 fn machine() -> Machine {
-    Machine {
-        name: NAME.to_owned(),
-        cpu: MilliCpu(1000),
-        memory: MEMORY,
-        memory_limit: MEMORY_LIMIT,
-        disks: Vec::new(),
-    }
+    Machine { name: unique_name(), cpu: MilliCpu(1000), memory: MEMORY, memory_limit: MEMORY_LIMIT, disks: Vec::new() }
 }
 
 async fn answer(reports: &mut mpsc::UnboundedReceiver<Report>) -> Answer {
@@ -176,7 +176,7 @@ async fn exited(reports: &mut mpsc::UnboundedReceiver<Report>) {
 }
 
 fn clear(vmm: &Vmm, directory: &Path) -> Result<(), ProofError> {
-    let cgroup = vmm.cgroup(NAME).remove();
+    let cgroup = vmm.cgroup(&unique_name()).remove();
     cgroup.map_err(|error| failed("remove the cgroup of", directory)(io::Error::other(error)))?;
     match fs::remove_dir_all(directory) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", directory)(error)),

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     launch::Launch,
-    vmm::{ProcessId, SocketDir, VmProcess, list_processes},
+    vmm::{ProcessId, SocketDir, VmProcess, directory_of, list_processes},
 };
 
 /// A killed process is reaped by its parent, which is not always us.
@@ -41,13 +41,22 @@ pub async fn recover(inner: &Arc<Inner>) -> Result<(), RecoverError> {
         let own = processes.remove(&instance.to_string()).unwrap_or_default();
         recover_one(inner, instance, own).await?;
     }
-    // Nobody knows what these were for, so nobody can have an interest in them.
-    for (name, strays) in processes {
+    // Of this daemon's own directory, and nobody knows what they were for.
+    let is_own = |process: &ProcessId| directory_of(*process).is_some_and(|of| of.starts_with(&inner.deps.state_dir));
+    for (name, mut strays) in processes {
+        strays.retain(is_own);
+        if strays.is_empty() {
+            continue;
+        }
         tracing::warn!(name, "killing a VM of this node that has no directory");
         kill_all(strays).await;
     }
     let known: Vec<String> = inner.lock().keys().map(InstanceId::to_string).collect();
     for name in inner.deps.vmm.cgroups().list().into_iter().filter(|name| !known.contains(name)) {
+        // What still has processes belongs to another daemon whose node has the same name.
+        if !inner.deps.vmm.cgroup(&name).processes().is_empty() {
+            continue;
+        }
         tracing::warn!(name, "removing a cgroup that no Instance has");
         if let Err(error) = inner.deps.vmm.cgroup(&name).remove() {
             tracing::warn!(%error, "failed to remove a cgroup that no Instance has");

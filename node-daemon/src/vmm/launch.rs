@@ -5,6 +5,7 @@
 //! good and executes QEMU in its place (the pid stays). Nothing ties it to the daemon: the VM outlives it.
 
 use std::{
+    env,
     ffi::OsString,
     fs, io,
     os::unix::process::CommandExt as _,
@@ -19,6 +20,8 @@ use rustix::{
         UnshareFlags, set_no_new_privs, set_thread_groups, set_thread_res_gid, set_thread_res_uid, unshare_unsafe,
     },
 };
+
+use super::DIRECTORY_VARIABLE;
 
 /// Internal: becomes the QEMU process of an Instance.
 #[derive(Debug, clap::Args)]
@@ -59,7 +62,8 @@ pub fn launch(args: &LaunchArgs) -> Result<std::convert::Infallible, LaunchError
         .map_err(step("detach the mounts from the host's"))?;
     drop_root(args).map_err(step("become the unprivileged user"))?;
     let [program, arguments @ ..] = args.command.as_slice() else { unreachable!("clap requires a command") };
-    let source = Command::new(program).args(arguments).env_clear().exec();
+    let directory = env::var_os(DIRECTORY_VARIABLE).map(|directory| (DIRECTORY_VARIABLE, directory));
+    let source = Command::new(program).args(arguments).env_clear().envs(directory).exec();
     Err(LaunchError { step: format!("execute {}", program.display()), source })
 }
 

@@ -26,7 +26,7 @@ use crate::config::{Accelerator, VmmConfig};
 pub use cgroup::{Cgroup, CgroupError, Cgroups, Limits};
 pub use command_line::{Acceleration, DiskShape};
 pub use launch::{LaunchArgs, LaunchError, launch};
-pub use process::{Exit, ProcessId, VmProcess, list as list_processes, process_name};
+pub use process::{DIRECTORY_VARIABLE, Exit, ProcessId, VmProcess, directory_of, list as list_processes, process_name};
 pub use qmp::{Qmp, QmpError, QmpEvent, RunState};
 pub use sockets::SocketDir;
 
@@ -147,7 +147,7 @@ impl Vmm {
         let shape = MachineShape { name: name.clone(), cpu: machine.cpu, memory: machine.memory, disks };
 
         let mut command = Command::new(&self.launcher);
-        command.arg("vm-launch").args(["--name", &name]);
+        command.arg("vm-launch").args(["--name", &name]).env(DIRECTORY_VARIABLE, sockets.path());
         for file in cgroup.joins() {
             command.arg("--join").arg(file);
         }

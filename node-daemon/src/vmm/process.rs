@@ -1,6 +1,12 @@
 //! The QEMU process of an Instance: found by its name, held by a pidfd, gone only when it was reaped.
 
-use std::{ffi::OsStr, io, os::fd::OwnedFd, os::unix::ffi::OsStrExt as _, path::Path};
+use std::{
+    ffi::OsStr,
+    io,
+    os::fd::OwnedFd,
+    os::unix::ffi::OsStrExt as _,
+    path::{Path, PathBuf},
+};
 
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, WaitIdStatus, pidfd_open, pidfd_send_signal, waitid,
@@ -9,6 +15,9 @@ use serde::{Deserialize, Serialize};
 use tokio::io::unix::AsyncFd;
 
 const NAME_PREFIX: &str = "kibotos";
+/// In the environment of a VM's process: the directory of its Instance. Two daemons of one host may run nodes of the
+/// same name (for two clusters), and neither may take the other's VMs for its own.
+pub const DIRECTORY_VARIABLE: &str = "KIBOTOS_INSTANCE_DIR";
 
 /// A process that cannot be confused with a later one of the same pid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -124,6 +133,14 @@ pub fn list(node: &str) -> io::Result<Vec<(String, ProcessId)>> {
         }
     }
     Ok(found)
+}
+
+/// The directory that a VM's process was started for.
+pub fn directory_of(process: ProcessId) -> Option<PathBuf> {
+    let environment = std::fs::read(Path::new("/proc").join(process.pid.to_string()).join("environ")).ok()?;
+    let prefix = format!("{DIRECTORY_VARIABLE}=");
+    let directory = environment.split(|byte| *byte == 0).find_map(|entry| entry.strip_prefix(prefix.as_bytes()))?;
+    Some(PathBuf::from(OsStr::from_bytes(directory)))
 }
 
 /// The Instance that a command line names: as QEMU's option or as the launcher's, so that neither a search for the name
