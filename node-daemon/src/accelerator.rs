@@ -3,7 +3,7 @@
 
 use std::{
     fs, io,
-    os::unix::fs::MetadataExt as _,
+    os::unix::{ffi::OsStrExt as _, fs::MetadataExt as _},
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -11,6 +11,7 @@ use std::{
 use kibo_crds::{Bytes, MilliCpu};
 use kibo_guest_protocol::v1::LogData;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
 use tokio::sync::mpsc;
 
 use crate::{
@@ -21,14 +22,8 @@ use crate::{
     vmm::{Machine, SocketDir, Vmm, VmmError},
 };
 
-/// Names process, cgroup and directory. It is no Instance's id, so what a killed daemon left of it is cleared as a stray.
+/// The directory; process and cgroup are named after it too.
 const NAME: &str = "accelerator-proof";
-
-/// Another daemon of this host may prove at the same time, for a node of the same name in another cluster.
-fn unique_name() -> String {
-    format!("{NAME}-{}", std::process::id())
-}
-
 const CACHE: &str = "accelerator.json";
 const MEMORY: Bytes = Bytes::mib(256);
 const MEMORY_LIMIT: Bytes = Bytes::mib(320);
@@ -90,8 +85,13 @@ pub fn limit(accelerator: Accelerator) -> Duration {
 }
 
 /// Boots a guest to its agent's hello within `limit`, unless that has been done since the host's boot with the same files.
-/// Only success is remembered: a host that failed may have been mended. Call it when nothing is left of an earlier proof.
-pub async fn prove(vmm: &Vmm, state_dir: &Path, boot_id: &str, limit: Duration) -> Result<(), ProofError> {
+/// Only success is remembered: a host that failed may have been mended. Call it after the recovery, which ends
+/// the process of a proof that was cut off.
+pub async fn prove(vmm: &Vmm, boot_id: &str, limit: Duration) -> Result<(), ProofError> {
+    let state_dir = vmm.state_dir();
+    let directory = state_dir.join(NAME);
+    // The rest of a daemon that was killed in the middle; its process is ended by the recovery.
+    clear(vmm, &directory)?;
     let circumstances = Circumstances::of(vmm.config(), boot_id)?;
     let cache = state_dir.join(CACHE);
     let known = fs::read(&cache).ok().and_then(|bytes| serde_json::from_slice::<Circumstances>(&bytes).ok());
@@ -99,7 +99,6 @@ pub async fn prove(vmm: &Vmm, state_dir: &Path, boot_id: &str, limit: Duration) 
         return Ok(());
     }
     let started = Instant::now();
-    let directory = state_dir.join(NAME);
     let result = boot(vmm, &directory, limit).await;
     let cleared = clear(vmm, &directory);
     result.map_err(|problem| ProofError::Unusable { accelerator: vmm.config().accelerator, problem })?;
@@ -116,7 +115,7 @@ async fn boot(vmm: &Vmm, directory: &Path, limit: Duration) -> Result<(), String
         SocketDir::open(directory).map_err(|error| format!("failed to open {}: {error}", directory.display()))?;
     let started = {
         let (vmm, sockets) = (vmm.clone(), sockets.clone());
-        let start = move || vmm.start(machine(), &sockets);
+        let start = move || vmm.start(machine(name(&vmm)), &sockets);
         tokio::task::spawn_blocking(start).await.map_err(|error| error.to_string())?
     };
     let started = started.map_err(|error: VmmError| error.to_string())?;
@@ -124,7 +123,7 @@ async fn boot(vmm: &Vmm, directory: &Path, limit: Duration) -> Result<(), String
     let watched = Watched {
         process: started.process,
         complaints: Some(started.complaints),
-        cgroup: vmm.cgroup(&unique_name()),
+        cgroup: vmm.cgroup(&name(vmm)),
         directory: directory.to_owned(),
         sockets,
     };
@@ -150,8 +149,15 @@ enum Answer {
     Exited(String),
 }
 
-fn machine() -> Machine {
-    Machine { name: unique_name(), cpu: MilliCpu(1000), memory: MEMORY, memory_limit: MEMORY_LIMIT, disks: Vec::new() }
+/// It is no Instance's id, so a process that a killed daemon left is ended as a stray; and it is another one for each
+/// state directory, since another cluster's node of the same id may prove at the same time.
+fn name(vmm: &Vmm) -> String {
+    let hash = Sha256::digest(vmm.state_dir().as_os_str().as_bytes());
+    format!("{NAME}-{:02x}{:02x}{:02x}{:02x}", hash[0], hash[1], hash[2], hash[3])
+}
+
+fn machine(name: String) -> Machine {
+    Machine { name, cpu: MilliCpu(1000), memory: MEMORY, memory_limit: MEMORY_LIMIT, disks: Vec::new() }
 }
 
 async fn answer(reports: &mut mpsc::UnboundedReceiver<Report>) -> Answer {
@@ -176,7 +182,7 @@ async fn exited(reports: &mut mpsc::UnboundedReceiver<Report>) {
 }
 
 fn clear(vmm: &Vmm, directory: &Path) -> Result<(), ProofError> {
-    let cgroup = vmm.cgroup(&unique_name()).remove();
+    let cgroup = vmm.cgroup(&name(vmm)).remove();
     cgroup.map_err(|error| failed("remove the cgroup of", directory)(io::Error::other(error)))?;
     match fs::remove_dir_all(directory) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", directory)(error)),

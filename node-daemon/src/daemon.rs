@@ -52,25 +52,24 @@ async fn serve(config: Arc<Config>) -> anyhow::Result<Outcome> {
 
     let pools = Arc::new(Pools::open(&config.storage_pools, &id).context("failed to watch the storage pools")?);
     let spool = Arc::new(EventSpool::open(&config.spool_dir())?);
-    let vmm = Vmm::open(config.vmm.clone(), id.clone(), Vmm::own_program())?;
+    let vmm = Vmm::open(config.vmm.clone(), id.clone(), config.state_dir.clone(), Vmm::own_program())?;
     let logs = config.state_dir.join("logs");
     let logs = LogStore::open(logs.clone(), LogBounds::default())
         .with_context(|| format!("failed to open the logs in {}", logs.display()))?;
     let deps = Deps {
-        state_dir: config.state_dir.clone(),
         images_dir: config.images.dir.clone(),
         vmm,
         pools: Arc::clone(&pools),
         spool: Arc::clone(&spool),
         logs: Arc::new(logs),
-        bounds: Bounds::default(),
+        bounds: Bounds::of(config.vmm.accelerator),
     };
     let vmm = deps.vmm.clone();
     let instances = Instances::recover(deps).await?;
     // After the recovery, which clears what a proof left that was cut off; what runs already is not affected by either.
     let limit = accelerator::limit(config.vmm.accelerator);
     tokio::select! {
-        proved = accelerator::prove(&vmm, dir.path(), &boot_id, limit) => proved?,
+        proved = accelerator::prove(&vmm, &boot_id, limit) => proved?,
         () = shutdown.cancelled() => return Ok(Outcome::Shutdown),
     }
     let node = Node::new(NodeParts { id, boot_id, config, dir, state, pools, spool, instances });

@@ -6,6 +6,7 @@ use kibo_protocol::v1::{EndReason, InstanceState, instance_event::Kind};
 use serde::{Deserialize, Serialize};
 
 use super::StopMode;
+use crate::config::Accelerator;
 
 /// How long each step may take.
 #[derive(Clone, Copy, Debug)]
@@ -21,11 +22,16 @@ pub struct Bounds {
     pub quit: Duration,
 }
 
-impl Default for Bounds {
-    fn default() -> Self {
+impl Bounds {
+    /// A guest that is emulated takes seconds where another takes a fraction, and minutes where many boot at once.
+    pub fn of(accelerator: Accelerator) -> Self {
+        let boot = match accelerator {
+            Accelerator::Kvm => Duration::from_secs(60),
+            Accelerator::Tcg => Duration::from_secs(300),
+        };
         Self {
-            boot: Duration::from_secs(120),
-            configure: Duration::from_secs(120),
+            boot,
+            configure: boot,
             last_sync: Duration::from_secs(1),
             sync_again: Duration::from_secs(5),
             quit: Duration::from_secs(5),

@@ -21,6 +21,7 @@ use std::{
     collections::BTreeMap,
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 use futures::Stream;
@@ -47,10 +48,12 @@ pub use recover::RecoverError;
 pub use root_image::{RootImage, find as find_root_image};
 pub use types::{ExecExit, ExecOutput, ExecStream, LogChunk, StopMode, StreamError, Summary};
 
+/// VMs are dead within a moment; what can take longer is the storage.
+const DESTROY_LIMIT: Duration = Duration::from_secs(60);
+
 /// What Instances are made from.
 #[derive(Clone)]
 pub struct Deps {
-    pub state_dir: PathBuf,
     /// Where root images are.
     pub images_dir: PathBuf,
     pub vmm: Vmm,
@@ -81,7 +84,7 @@ struct Handle {
 impl Instances {
     /// Takes up what an earlier daemon left: adopts what runs, ends what does not, removes what belongs to nothing.
     pub async fn recover(deps: Deps) -> Result<Self, RecoverError> {
-        let dirs = InstanceDirs::open(&deps.state_dir)?;
+        let dirs = InstanceDirs::open(deps.vmm.state_dir())?;
         let inner = Inner { deps, dirs, running: Mutex::default(), changed: watch::Sender::new(0) };
         let instances = Self(Arc::new(inner));
         recover::recover(&instances.0).await?;
@@ -119,8 +122,16 @@ impl Instances {
         self.0.tell(instance, Input::End(Ending::new(EndReason::TornDown, reason)))
     }
 
-    /// Ends all at once and returns when nothing of them is left.
+    /// Ends all at once and returns when nothing of them is left; or, when a pool does not answer, after a while: its
+    /// holder records are the next daemon's to release then.
     pub async fn destroy_all(&self, reason: EndReason, message: &str) {
+        if tokio::time::timeout(DESTROY_LIMIT, self.destroy(reason, message)).await.is_err() {
+            let left: Vec<String> = self.0.lock().keys().map(InstanceId::to_string).collect();
+            tracing::error!(?left, "some Instances could not be cleared: see whether a pool hangs");
+        }
+    }
+
+    async fn destroy(&self, reason: EndReason, message: &str) {
         let mut changes = self.0.changed.subscribe();
         loop {
             changes.mark_unchanged();

@@ -1,4 +1,5 @@
-//! What an earlier daemon left, found by listing: directories, processes, cgroups.
+//! What an earlier daemon left, found by listing: directories and processes. Cgroups are not listed: those of another
+//! daemon with the same node id look the same, and every cgroup has a directory or a process.
 
 use std::{collections::BTreeMap, io, sync::Arc, time::Duration};
 
@@ -12,7 +13,7 @@ use super::{
 };
 use crate::{
     launch::Launch,
-    vmm::{ProcessId, SocketDir, VmProcess, directory_of, list_processes},
+    vmm::{ProcessId, SocketDir, VmProcess},
 };
 
 /// A killed process is reaped by its parent, which is not always us.
@@ -32,34 +33,20 @@ pub enum RecoverError {
 type Processes = BTreeMap<String, Vec<ProcessId>>;
 
 pub async fn recover(inner: &Arc<Inner>) -> Result<(), RecoverError> {
-    let node = inner.deps.vmm.node().to_string();
     let mut processes = Processes::new();
-    for (name, process) in list_processes(&node).map_err(RecoverError::Processes)? {
+    for (name, process) in inner.deps.vmm.processes().map_err(RecoverError::Processes)? {
         processes.entry(name).or_default().push(process);
     }
     for instance in inner.dirs.list()? {
         let own = processes.remove(&instance.to_string()).unwrap_or_default();
         recover_one(inner, instance, own).await?;
     }
-    // Of this daemon's own directory, and nobody knows what they were for.
-    let is_own = |process: &ProcessId| directory_of(*process).is_some_and(|of| of.starts_with(&inner.deps.state_dir));
-    for (name, mut strays) in processes {
-        strays.retain(is_own);
-        if strays.is_empty() {
-            continue;
-        }
+    // Nobody knows what these were for, so nobody can have an interest in them.
+    for (name, strays) in processes {
         tracing::warn!(name, "killing a VM of this node that has no directory");
         kill_all(strays).await;
-    }
-    let known: Vec<String> = inner.lock().keys().map(InstanceId::to_string).collect();
-    for name in inner.deps.vmm.cgroups().list().into_iter().filter(|name| !known.contains(name)) {
-        // What still has processes belongs to another daemon whose node has the same name.
-        if !inner.deps.vmm.cgroup(&name).processes().is_empty() {
-            continue;
-        }
-        tracing::warn!(name, "removing a cgroup that no Instance has");
         if let Err(error) = inner.deps.vmm.cgroup(&name).remove() {
-            tracing::warn!(%error, "failed to remove a cgroup that no Instance has");
+            tracing::warn!(name, %error, "failed to remove the cgroup of a VM that had no directory");
         }
     }
     Ok(())

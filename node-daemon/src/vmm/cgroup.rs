@@ -94,25 +94,6 @@ impl Cgroups {
         others.dedup();
         others
     }
-
-    /// Names of all Instances that have a cgroup here.
-    pub fn list(&self) -> Vec<String> {
-        let controllers: &[&str] = match self.version {
-            Version::V1 => &["cpu", "memory"],
-            Version::V2 => &["."],
-        };
-        let mut names: Vec<String> = controllers
-            .iter()
-            .filter_map(|controller| fs::read_dir(self.root.join(controller).join(TOP).join(&self.node)).ok())
-            .flatten()
-            .filter_map(Result::ok)
-            .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
-            .filter_map(|entry| entry.file_name().into_string().ok())
-            .collect();
-        names.sort_unstable();
-        names.dedup();
-        names
-    }
 }
 
 /// The cgroup of one Instance.
@@ -193,19 +174,6 @@ impl Cgroup {
         };
         let counters = fs::read_to_string(self.memory.join(file)).ok()?;
         counters.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
-    }
-
-    /// The processes in it.
-    pub fn processes(&self) -> Vec<i32> {
-        let mut pids: Vec<i32> = self
-            .directories()
-            .iter()
-            .filter_map(|directory| fs::read_to_string(directory.join("cgroup.procs")).ok())
-            .flat_map(|pids| pids.lines().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>())
-            .collect();
-        pids.sort_unstable();
-        pids.dedup();
-        pids
     }
 
     /// Removes it, and what is empty above it. Its processes must be reaped. Idempotent; blocks for a moment.

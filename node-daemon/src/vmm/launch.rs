@@ -5,7 +5,6 @@
 //! good and executes QEMU in its place (the pid stays). Nothing ties it to the daemon: the VM outlives it.
 
 use std::{
-    env,
     ffi::OsString,
     fs, io,
     os::unix::process::CommandExt as _,
@@ -15,13 +14,14 @@ use std::{
 
 use rustix::{
     mount::{MountPropagationFlags, mount_change},
-    process::{Gid, Uid, setsid},
+    process::{Gid, Resource, Rlimit, Uid, setrlimit, setsid},
     thread::{
         UnshareFlags, set_no_new_privs, set_thread_groups, set_thread_res_gid, set_thread_res_uid, unshare_unsafe,
     },
 };
 
-use super::DIRECTORY_VARIABLE;
+const OOM_SCORE: &str = "/proc/self/oom_score_adj";
+const OOM_SCORE_OF_VM: i32 = 500;
 
 /// Internal: becomes the QEMU process of an Instance.
 #[derive(Debug, clap::Args)]
@@ -60,10 +60,10 @@ pub fn launch(args: &LaunchArgs) -> Result<std::convert::Infallible, LaunchError
     // Nothing was mounted: unmounts of the host must still arrive here, or this VM would keep every file system busy.
     mount_change("/", MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC)
         .map_err(step("detach the mounts from the host's"))?;
+    leave_habits().map_err(|source| LaunchError { step: "leave the daemon's habits".to_owned(), source })?;
     drop_root(args).map_err(step("become the unprivileged user"))?;
     let [program, arguments @ ..] = args.command.as_slice() else { unreachable!("clap requires a command") };
-    let directory = env::var_os(DIRECTORY_VARIABLE).map(|directory| (DIRECTORY_VARIABLE, directory));
-    let source = Command::new(program).args(arguments).env_clear().envs(directory).exec();
+    let source = Command::new(program).args(arguments).exec();
     Err(LaunchError { step: format!("execute {}", program.display()), source })
 }
 
@@ -72,6 +72,17 @@ fn leave_namespaces() -> rustix::io::Result<()> {
     let flags = UnshareFlags::NEWNET | UnshareFlags::NEWIPC | UnshareFlags::NEWNS | UnshareFlags::NEWUTS;
     // SAFETY: no descriptor table is unshared, so no descriptor can dangle.
     unsafe { unshare_unsafe(flags) }
+}
+
+/// What the daemon was given for itself and a VM must not have.
+fn leave_habits() -> io::Result<()> {
+    std::env::set_current_dir("/")?;
+    // A core would be the guest's memory on the host's disk.
+    setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
+    // When the host has no memory left, a VM goes before the daemon and the system. Lowering it would need a right that
+    // the daemon may lack, and is not wanted either.
+    let current: i32 = fs::read_to_string(OOM_SCORE)?.trim().parse().map_err(io::Error::other)?;
+    if current < OOM_SCORE_OF_VM { fs::write(OOM_SCORE, OOM_SCORE_OF_VM.to_string()) } else { Ok(()) }
 }
 
 fn drop_root(args: &LaunchArgs) -> rustix::io::Result<()> {

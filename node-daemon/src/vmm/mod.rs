@@ -26,11 +26,12 @@ use crate::config::{Accelerator, VmmConfig};
 pub use cgroup::{Cgroup, CgroupError, Cgroups, Limits};
 pub use command_line::{Acceleration, DiskShape};
 pub use launch::{LaunchArgs, LaunchError, launch};
-pub use process::{DIRECTORY_VARIABLE, Exit, ProcessId, VmProcess, directory_of, list as list_processes, process_name};
+pub use process::{Exit, ProcessId, VmProcess, list as list_processes, process_name};
 pub use qmp::{Qmp, QmpError, QmpEvent, RunState};
 pub use sockets::SocketDir;
 
 use command_line::{Descriptors, MachineShape, TCG_CODE_MIB};
+use process::STATE_VARIABLE;
 
 /// Names of the sockets in an Instance's directory.
 pub const CONTROL_SOCKET: &str = "qmp.sock";
@@ -57,6 +58,7 @@ pub enum VmmError {
 pub struct Vmm {
     config: VmmConfig,
     node: NodeId,
+    state_dir: PathBuf,
     cgroups: Cgroups,
     acceleration: Acceleration,
     launcher: PathBuf,
@@ -94,14 +96,15 @@ pub struct Started {
 }
 
 impl Vmm {
-    /// `launcher` is the program whose `vm-launch` becomes QEMU: this one. Blocks for a moment.
-    pub fn open(config: VmmConfig, node: NodeId, launcher: PathBuf) -> Result<Self, VmmError> {
+    /// Node id and state directory together tell this daemon's VMs from all others on the host. `launcher` is the program
+    /// whose `vm-launch` becomes QEMU: this one. Blocks for a moment.
+    pub fn open(config: VmmConfig, node: NodeId, state_dir: PathBuf, launcher: PathBuf) -> Result<Self, VmmError> {
         let cgroups = Cgroups::open(&config.cgroup_root, node.as_str())?;
         let acceleration = match config.accelerator {
             Accelerator::Kvm => Acceleration::Kvm,
             Accelerator::Tcg => Acceleration::Tcg { tsc_khz: tsc::measure_khz() },
         };
-        Ok(Self { config, node, cgroups, acceleration, launcher })
+        Ok(Self { config, node, state_dir, cgroups, acceleration, launcher })
     }
 
     /// The running program itself, also after its file was replaced by an update.
@@ -109,8 +112,13 @@ impl Vmm {
         PathBuf::from("/proc/self/exe")
     }
 
-    pub fn node(&self) -> &NodeId {
-        &self.node
+    pub fn state_dir(&self) -> &Path {
+        &self.state_dir
+    }
+
+    /// The processes of this daemon's VMs, by the names of their machines.
+    pub fn processes(&self) -> io::Result<Vec<(String, ProcessId)>> {
+        list_processes(self.node.as_str(), &self.state_dir)
     }
 
     pub fn config(&self) -> &VmmConfig {
@@ -119,10 +127,6 @@ impl Vmm {
 
     pub fn cgroup(&self, name: &str) -> Cgroup {
         self.cgroups.instance(name)
-    }
-
-    pub fn cgroups(&self) -> &Cgroups {
-        &self.cgroups
     }
 
     /// Makes cgroup and sockets and starts QEMU. Blocks; needs a tokio runtime. What it made before it failed is there
@@ -147,7 +151,9 @@ impl Vmm {
         let shape = MachineShape { name: name.clone(), cpu: machine.cpu, memory: machine.memory, disks };
 
         let mut command = Command::new(&self.launcher);
-        command.arg("vm-launch").args(["--name", &name]).env(DIRECTORY_VARIABLE, sockets.path());
+        // QEMU inherits this environment, and nothing else of the daemon's.
+        command.env_clear().env(STATE_VARIABLE, &self.state_dir);
+        command.arg("vm-launch").args(["--name", &name]);
         for file in cgroup.joins() {
             command.arg("--join").arg(file);
         }

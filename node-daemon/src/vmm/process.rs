@@ -1,12 +1,6 @@
 //! The QEMU process of an Instance: found by its name, held by a pidfd, gone only when it was reaped.
 
-use std::{
-    ffi::OsStr,
-    io,
-    os::fd::OwnedFd,
-    os::unix::ffi::OsStrExt as _,
-    path::{Path, PathBuf},
-};
+use std::{ffi::OsStr, io, os::fd::OwnedFd, os::unix::ffi::OsStrExt as _, path::Path};
 
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, WaitIdStatus, pidfd_open, pidfd_send_signal, waitid,
@@ -15,9 +9,10 @@ use serde::{Deserialize, Serialize};
 use tokio::io::unix::AsyncFd;
 
 const NAME_PREFIX: &str = "kibotos";
-/// In the environment of a VM's process: the directory of its Instance. Two daemons of one host may run nodes of the
-/// same name (for two clusters), and neither may take the other's VMs for its own.
-pub const DIRECTORY_VARIABLE: &str = "KIBOTOS_INSTANCE_DIR";
+
+/// In the environment of every VM: the state directory of its daemon. Two daemons on one host may have the same node id,
+/// each in its own cluster, and neither may take the other's VMs for its own.
+pub const STATE_VARIABLE: &str = "KIBOTOS_STATE_DIR";
 
 /// A process that cannot be confused with a later one of the same pid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -119,15 +114,21 @@ fn start_time(pid: i32) -> io::Result<u64> {
     Ok(stat.starttime)
 }
 
-/// All processes of this node's Instances: the name of the Instance, and the process.
-pub fn list(node: &str) -> io::Result<Vec<(String, ProcessId)>> {
+/// The processes of the Instances of one daemon, by its node's id and its state directory: the name of the Instance, and
+/// the process.
+pub fn list(node: &str, state_dir: &Path) -> io::Result<Vec<(String, ProcessId)>> {
     let prefix = process_name(node, "");
     let mut found = Vec::new();
     for process in procfs::process::all_processes().map_err(io::Error::other)? {
         // Processes come and go while they are listed.
         let Some(pid) = process.map(|process| process.pid).ok() else { continue };
-        let Ok(cmdline) = std::fs::read(Path::new("/proc").join(pid.to_string()).join("cmdline")) else { continue };
+        let directory = Path::new("/proc").join(pid.to_string());
+        let Ok(cmdline) = std::fs::read(directory.join("cmdline")) else { continue };
         let Some(instance) = instance_of(&cmdline, &prefix) else { continue };
+        let Ok(environment) = std::fs::read(directory.join("environ")) else { continue };
+        if !is_of(&environment, state_dir) {
+            continue;
+        }
         if let Ok(start_time) = start_time(pid) {
             found.push((instance, ProcessId { pid, start_time }));
         }
@@ -135,12 +136,9 @@ pub fn list(node: &str) -> io::Result<Vec<(String, ProcessId)>> {
     Ok(found)
 }
 
-/// The directory that a VM's process was started for.
-pub fn directory_of(process: ProcessId) -> Option<PathBuf> {
-    let environment = std::fs::read(Path::new("/proc").join(process.pid.to_string()).join("environ")).ok()?;
-    let prefix = format!("{DIRECTORY_VARIABLE}=");
-    let directory = environment.split(|byte| *byte == 0).find_map(|entry| entry.strip_prefix(prefix.as_bytes()))?;
-    Some(PathBuf::from(OsStr::from_bytes(directory)))
+fn is_of(environment: &[u8], state_dir: &Path) -> bool {
+    let own = [STATE_VARIABLE.as_bytes(), b"=", state_dir.as_os_str().as_bytes()].concat();
+    environment.split(|byte| *byte == 0).any(|variable| variable == own)
 }
 
 /// The Instance that a command line names: as QEMU's option or as the launcher's, so that neither a search for the name
@@ -174,6 +172,16 @@ mod tests {
         ];
         for (cmdline, expected) in cases {
             assert_eq!(instance_of(cmdline, &prefix).as_deref(), expected, "{}", String::from_utf8_lossy(cmdline));
+        }
+    }
+
+    #[test]
+    fn the_same_node_of_another_cluster_is_another_one() {
+        let environment = b"A=b\0KIBOTOS_STATE_DIR=/var/lib/kibotos\0";
+        for (state_dir, expected) in
+            [("/var/lib/kibotos", true), ("/var/lib/kibotos2", false), ("/var/lib", false), ("", false)]
+        {
+            assert_eq!(is_of(environment, Path::new(state_dir)), expected, "{state_dir:?}");
         }
     }
 

@@ -30,10 +30,6 @@ impl SocketDir {
         Ok(Self { path: path.to_owned(), directory: Arc::new(directory.into()) })
     }
 
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// Makes a socket that listens, in place of one that was left behind.
     pub fn listen(&self, name: &str) -> Result<UnixListener, VmmError> {
         let short = self.short(name);

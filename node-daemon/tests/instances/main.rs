@@ -136,6 +136,21 @@ fn a_new_daemon_ends_what_died_meanwhile_and_kills_what_belongs_to_nobody() {
 }
 
 #[test]
+fn a_daemon_leaves_the_vms_of_the_same_node_in_another_cluster_alone() {
+    let node = TestNode::new();
+    let daemon = node.daemon();
+    let instance = daemon.start(Workspace::new().next(&node));
+    daemon.available(instance);
+    let other = node.namesake();
+    other.daemon().die();
+    assert_eq!(node.processes().len(), 1);
+    assert_eq!(daemon.sh(instance, "true").0, 0);
+    daemon.instances.stop(instance, StopMode::Normal);
+    assert_eq!(daemon.ended(instance).0, EndReason::Stopped);
+    node.assert_nothing_left();
+}
+
+#[test]
 fn a_root_image_that_is_none_fails_with_the_guests_words() {
     let node = TestNode::new();
     std::fs::write(node.images().join("broken.erofs"), vec![7; 1 << 20]).unwrap();
@@ -279,6 +294,38 @@ fn limits_are_the_workspaces_and_an_oom_kill_is_recognized() {
 }
 
 #[test]
+fn a_vm_runs_without_rights() {
+    let node = TestNode::new();
+    let daemon = node.daemon();
+    let instance = daemon.start(Workspace::new().next(&node));
+    daemon.available(instance);
+    let process = std::path::PathBuf::from(format!("/proc/{}", node.processes()[0]));
+    let status = std::fs::read_to_string(process.join("status")).unwrap();
+    let field = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        line.unwrap_or_else(|| panic!("no {name} in {status}")).split_whitespace().collect::<Vec<_>>()
+    };
+    assert_eq!(field("Uid"), ["65534"; 4]);
+    assert_eq!(field("Gid"), ["65534"; 4]);
+    assert_eq!(field("Groups"), [""; 0]);
+    for set in ["CapPrm", "CapEff", "CapInh", "CapAmb"] {
+        assert_eq!(field(set), ["0000000000000000"], "{set}");
+    }
+    assert_eq!((field("NoNewPrivs"), field("Seccomp")), (vec!["1"], vec!["2"]));
+    for namespace in ["net", "ipc", "mnt", "uts"] {
+        let of = |process: &std::path::Path| std::fs::read_link(process.join("ns").join(namespace)).unwrap();
+        assert_ne!(of(&process), of(std::path::Path::new("/proc/self")), "{namespace}");
+    }
+    let core = std::fs::read_to_string(process.join("limits")).unwrap();
+    let core = core.lines().find(|line| line.starts_with("Max core file size")).unwrap().to_owned();
+    assert_eq!(core.split_whitespace().rev().nth(1), Some("0"), "{core}");
+    assert_eq!(std::fs::read_to_string(process.join("oom_score_adj")).unwrap().trim(), "500");
+    daemon.instances.stop(instance, StopMode::Force);
+    daemon.ended(instance);
+    node.assert_nothing_left();
+}
+
+#[test]
 fn a_guest_that_does_not_boot_in_time_is_ended_with_its_console() {
     let mut node = TestNode::new();
     node.bounds.boot = Duration::from_millis(200);
@@ -290,7 +337,7 @@ fn a_guest_that_does_not_boot_in_time_is_ended_with_its_console() {
 
 fn processes_of(node: &TestNode, instance: kibo_crds::InstanceId) -> (String, i32) {
     let name = instance.to_string();
-    let all = kibo_node_daemon::vmm::list_processes(node.id.as_str()).unwrap();
+    let all = kibo_node_daemon::vmm::list_processes(node.id.as_str(), &node.state()).unwrap();
     let (name, process) = all.into_iter().find(|(of, _)| *of == name).expect("it runs");
     (name, process.pid)
 }
@@ -301,7 +348,7 @@ fn the_accelerator_is_proved_by_a_guest_and_once_for_each_boot() {
     std::fs::create_dir(node.state()).unwrap();
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let vmm = node.vmm();
-    let prove = |boot_id, limit| runtime.block_on(accelerator::prove(&vmm, &node.state(), boot_id, limit));
+    let prove = |boot_id, limit| runtime.block_on(accelerator::prove(&vmm, boot_id, limit));
 
     let error = prove("boot-1", Duration::from_millis(1)).unwrap_err().to_string();
     assert!(error.contains("vmm.accelerator = \"tcg\"") && error.contains("did not answer"), "{error}");

@@ -126,9 +126,18 @@ impl TestNode {
             .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
             .with_test_writer()
             .try_init();
-        let directory = tempfile::tempdir().unwrap();
         let suffix = uuid().chars().filter(char::is_ascii_alphanumeric).take(12).collect::<String>();
-        let node = Self { directory, id: format!("test-{suffix}").parse().unwrap(), bounds: Bounds::default() };
+        Self::of(format!("test-{suffix}").parse().unwrap())
+    }
+
+    /// The node of the same id in another cluster on this host.
+    pub fn namesake(&self) -> Self {
+        Self::of(self.id.clone())
+    }
+
+    fn of(id: NodeId) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let node = Self { directory, id, bounds: Bounds::of(Accelerator::Tcg) };
         std::fs::create_dir(node.pool_path()).unwrap();
         pool::init(&node.pool_path(), &POOL.parse().unwrap()).unwrap();
         std::fs::create_dir(node.images()).unwrap();
@@ -165,7 +174,7 @@ impl TestNode {
             gid: 65534,
             cgroup_root: CGROUP_ROOT.into(),
         };
-        Vmm::open(config, self.id.clone(), env!("CARGO_BIN_EXE_kibo-node-daemon").into()).unwrap()
+        Vmm::open(config, self.id.clone(), self.state(), env!("CARGO_BIN_EXE_kibo-node-daemon").into()).unwrap()
     }
 
     /// A daemon begins its life.
@@ -174,7 +183,6 @@ impl TestNode {
         let pools = [PoolConfig { id: POOL.parse().unwrap(), path: self.pool_path(), default: true }];
         let spool = Arc::new(EventSpool::open(&self.state().join("events")).unwrap());
         let deps = Deps {
-            state_dir: self.state(),
             images_dir: self.images(),
             vmm: self.vmm(),
             pools: Arc::new(Pools::open(&pools, &self.id).unwrap()),
@@ -187,11 +195,17 @@ impl TestNode {
     }
 
     pub fn processes(&self) -> Vec<i32> {
-        list_processes(self.id.as_str()).unwrap().into_iter().map(|(_, process)| process.pid).collect()
+        list_processes(self.id.as_str(), &self.state()).unwrap().into_iter().map(|(_, process)| process.pid).collect()
     }
 
+    /// In every hierarchy that has limits.
     pub fn cgroups(&self) -> Vec<String> {
-        Cgroups::open(Path::new(CGROUP_ROOT), self.id.as_str()).unwrap().list()
+        let directories = ["cpu", "memory", "."].map(|controller| {
+            std::fs::read_dir(Path::new(CGROUP_ROOT).join(controller).join("kibotos").join(self.id.as_str()))
+        });
+        let entries = directories.into_iter().filter_map(Result::ok).flatten().map(Result::unwrap);
+        let directories = entries.filter(|entry| entry.file_type().unwrap().is_dir());
+        directories.map(|entry| entry.file_name().into_string().unwrap()).collect()
     }
 
     /// Nothing of any Instance may be left on the host.
