@@ -145,7 +145,11 @@ async fn delete(world: &Arc<World>, volume: &Volume, holder: &Holder) -> Result<
             tracing::warn!(node = %holder.node, message = result.message, failure = ?result.failure(), "the Volume could not be removed");
             let message = format!("node {}: {}", holder.node, result.message);
             world.publish(volume, vec![Notice::warning("VolumeNotRemoved", &message)]).await;
-            Ok(Step::After(RETRY * 5))
+            match result.failure() {
+                // This grant may be closed for good; the node's word on it makes way for the next one.
+                v1::ObjectFailure::HolderConflict | v1::ObjectFailure::InUse => settle(world, volume, holder).await,
+                _ => Ok(Step::After(RETRY * 5)),
+            }
         }
         Err(error) => {
             tracing::warn!(%error, "the removal of the Volume was not answered");

@@ -200,7 +200,11 @@ fn ended(draft: &mut Draft<'_>, ended: &v1::Ended) {
     if ended.reason() == v1::EndReason::NotStarted && phase == WorkspacePhase::Starting {
         return not_started(draft, &ended.message);
     }
-    let meaning = meaning(ended.reason());
+    let mut meaning = meaning(ended.reason());
+    if meaning.is_plain && !matches!(phase, WorkspacePhase::Stopping | WorkspacePhase::Deleting) {
+        // Nobody asked for it: the node has found nothing where something was to run.
+        meaning = Meaning { phase: WorkspacePhase::Failed, reason: "ExecutionLost", is_plain: false };
+    }
     draft.end_execution(meaning.reason);
     if phase == WorkspacePhase::Deleting {
         return;
@@ -251,6 +255,6 @@ fn sentence(reason: v1::EndReason) -> &'static str {
         End::TornDown => "the node tore it down because the control plane did not hold it",
         End::Isolated => "the node was isolated and destroyed it",
         End::NotStarted => "the node did not start it",
-        End::Stopped | End::ForceStopped | End::Unspecified => "it ended",
+        End::Stopped | End::ForceStopped | End::Unspecified => "it ended without having been asked: start it again",
     }
 }

@@ -359,10 +359,15 @@ async fn delete_layer(
             tracing::warn!(node = %holder.node, message = result.message, failure = ?result.failure(), "the layer could not be removed");
             let message = format!("node {}: {}", holder.node, result.message);
             world.publish(workspace, vec![Notice::warning("LayerNotRemoved", &message)]).await;
-            if matches!(result.failure(), v1::ObjectFailure::InUse | v1::ObjectFailure::HolderConflict) {
-                stop_last(world, workspace, volume, holder);
+            match result.failure() {
+                // This grant may be closed for good; the node's word on it makes way for the next one.
+                v1::ObjectFailure::HolderConflict => settle_layer(world, workspace, volume, holder).await,
+                v1::ObjectFailure::InUse => {
+                    stop_last(world, workspace, volume, holder);
+                    Ok(Step::After(RETRY))
+                }
+                _ => Ok(Step::After(RETRY * 5)),
             }
-            Ok(Step::After(RETRY * 5))
         }
         Err(error) => {
             tracing::warn!(%error, "the removal of the layer was not answered");

@@ -381,7 +381,7 @@ fn a_void_incarnation_fails_what_ran_on_it() {
 fn ends_are_told_apart() {
     use v1::EndReason as End;
     for (reason, phase, word) in [
-        (End::Stopped, WorkspacePhase::Stopped, None),
+        (End::ForceStopped, WorkspacePhase::Failed, Some("ExecutionLost")),
         (End::OutOfMemory, WorkspacePhase::Stopped, Some("OutOfMemory")),
         (End::GuestShutdown, WorkspacePhase::Stopped, Some("GuestShutdown")),
         (End::VmmExited, WorkspacePhase::Failed, Some("VmmExited")),
@@ -400,7 +400,7 @@ fn ends_are_told_apart() {
         let status = outcome.status.unwrap();
         assert_eq!((status.phase, status.reason.as_deref()), (Some(phase), word), "{reason:?}");
         assert!(status.execution.is_none() && status.holder.is_none());
-        assert_eq!(outcome.notices.is_empty(), word.is_none());
+        assert_eq!(outcome.notices.len(), 1);
         let replayed = Workspace { status: Some(*status), ..workspace };
         assert_eq!(event::apply(&replayed, &node("a"), &event, true, at(10)), Outcome::default(), "a replay");
     }
