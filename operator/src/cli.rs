@@ -61,7 +61,7 @@ pub struct Run {
     #[arg(long, value_enum, default_value_t = Strategy::Spread)]
     pub placement: Strategy,
     /// How many days the record of a deleted Workspace is kept
-    #[arg(long, value_name = "DAYS", default_value_t = 30, value_parser = clap::value_parser!(u16).range(1..=3650))]
+    #[arg(long, value_name = "DAYS", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=3650))]
     pub tombstone_days: u16,
     /// Name of this replica, which no other process has at the same time (a pod's name). One that comes back
     /// under its name leads again at once; absent: a random one

@@ -24,6 +24,9 @@ const WAKE_PAUSE: Duration = Duration::from_millis(200);
 /// And at least this often, should a bell ever be missed.
 const WAKE_PERIOD: Duration = Duration::from_secs(60);
 
+/// Sessions are compared at most this often.
+const SESSIONS_PAUSE: Duration = Duration::from_millis(50);
+
 /// The leadership ended before everything was listed.
 #[derive(Debug, thiserror::Error)]
 #[error("the leadership ended before the Workspaces were listed")]
@@ -156,6 +159,7 @@ async fn follow_sessions(world: Arc<World>) {
             world.wake_deletions();
         }
         known = now;
+        tokio::time::sleep(SESSIONS_PAUSE).await;
         if changes.changed().await.is_err() {
             return;
         }

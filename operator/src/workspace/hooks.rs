@@ -154,6 +154,9 @@ fn note(world: &World, node: &NodeId, workspace: &Workspace, event: &v1::Instanc
             workspace = %Key::of(workspace), %node, instance = event.instance_id,
             reason = ?ended.reason(), message = ended.message, ?to, "the Instance ended"
         );
+        if let Ok(instance) = event.instance_id.parse() {
+            world.forget_told(instance);
+        }
         if ended.reason() == v1::EndReason::NotStarted {
             let words = if ended.message.is_empty() { "it did not start it in time" } else { &ended.message };
             world.avoid(&workspace.uid().unwrap_or_default(), node, words);

@@ -83,7 +83,10 @@ pub async fn reconcile(world: Arc<World>, key: Key) -> Option<Duration> {
 }
 
 async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
-    let Some(workspace) = world.workspaces.get(key) else { return Ok(Step::Rest) };
+    let Some(workspace) = world.workspaces.get(key) else {
+        world.forget(key);
+        return Ok(Step::Rest);
+    };
     let (template, volume) = (world.template_of(&workspace), world.volume_of(&workspace));
     let sight = sight(world, &workspace, template.as_deref(), volume.as_deref());
     let Decision { outcome, action } = decide::decide(&sight);

@@ -266,6 +266,12 @@ impl World {
         lock(&self.worded).insert(key, Instant::now());
     }
 
+    /// The Workspace is gone.
+    pub(super) fn forget(&self, key: &Key) {
+        lock(&self.worded).remove(key);
+        lock(&self.waiting).remove(key);
+    }
+
     pub fn settled_at(&self) -> Duration {
         SETTLING.saturating_sub(self.born.elapsed())
     }

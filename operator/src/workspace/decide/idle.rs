@@ -124,6 +124,8 @@ fn start(sight: &Sight<'_>, mut draft: Draft<'_>, request: PowerRequest, volume:
             continue;
         };
         if can_ask(sight, &holder) {
+            let message = format!("waits for node {} to say that it does not use {name} any more", holder.node);
+            draft.wait_for(Wait::placement("NotReleased", message));
             return draft.then(Action::Settle { object, holder });
         }
         if sight.cluster.is_settling() {
