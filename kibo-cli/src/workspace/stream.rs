@@ -128,13 +128,13 @@ async fn pass_through(process: &mut AttachedProcess, subject: &Subject) -> Resul
     let stdout = process.stdout().map(|reader| tokio::spawn(copy(reader, tokio::io::stdout())));
     let stderr = process.stderr().map(|reader| tokio::spawn(copy(reader, tokio::io::stderr())));
     // The status comes when all output has been sent; the output is written to its end before we exit.
-    let copied = async { finished(stdout).await.and(finished(stderr).await) };
-    let (status, copied) = tokio::join!(status, copied);
+    // A reader of ours that has gone ends all of it, also when the command has nothing more to say.
+    let status = async { status.await.ok_or_else(|| lost(subject)) };
+    let ended = tokio::try_join!(status, finished(stdout), finished(stderr));
     if let Some(stdin) = stdin {
         stdin.abort();
     }
-    copied?;
-    exit_code(&status.ok_or_else(|| lost(subject))?, subject)
+    exit_code(&ended?.0, subject)
 }
 
 async fn finished(copy: Option<JoinHandle<std::io::Result<()>>>) -> Result<()> {
