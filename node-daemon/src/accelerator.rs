@@ -18,7 +18,7 @@ use crate::{
     config::{Accelerator, VmmConfig},
     durable,
     guest::{GuestEvent, LogSink},
-    instance::{Input, Report, RunningVm, Watched},
+    instance::{Input, RunningVm, Watched},
     vmm::{Machine, SocketDir, Vmm, VmmError},
 };
 
@@ -119,7 +119,7 @@ async fn boot(vmm: &Vmm, directory: &Path, limit: Duration) -> Result<(), String
         tokio::task::spawn_blocking(start).await.map_err(|error| error.to_string())?
     };
     let started = started.map_err(|error: VmmError| error.to_string())?;
-    let (sender, mut reports) = mpsc::unbounded_channel();
+    let (sender, mut inputs) = mpsc::unbounded_channel();
     let watched = Watched {
         process: started.process,
         complaints: Some(started.complaints),
@@ -127,12 +127,12 @@ async fn boot(vmm: &Vmm, directory: &Path, limit: Duration) -> Result<(), String
         directory: directory.to_owned(),
         sockets,
     };
-    let vm = RunningVm::watch(watched, NoLog, false, &sender);
-    let answer = tokio::time::timeout(limit, answer(&mut reports)).await;
+    let mut vm = RunningVm::watch(watched, NoLog, false, &sender);
+    let answer = tokio::time::timeout(limit, answer(&mut inputs, &mut vm)).await;
     let console = vm.console.text();
     if !matches!(answer, Ok(Answer::Exited(_))) {
         vm.kill();
-        if tokio::time::timeout(END_LIMIT, exited(&mut reports)).await.is_err() {
+        if tokio::time::timeout(END_LIMIT, exited(&mut inputs)).await.is_err() {
             return Err("its process cannot be killed".to_owned());
         }
     }
@@ -160,22 +160,22 @@ fn machine(name: String) -> Machine {
     Machine { name, cpu: MilliCpu(1000), memory: MEMORY, memory_limit: MEMORY_LIMIT, disks: Vec::new() }
 }
 
-async fn answer(reports: &mut mpsc::UnboundedReceiver<Report>) -> Answer {
+async fn answer(inputs: &mut mpsc::UnboundedReceiver<Input>, vm: &mut RunningVm) -> Answer {
     loop {
-        match reports.recv().await {
-            Some(Report::Guest(GuestEvent::Connected(_))) => return Answer::Hello,
-            Some(Report::Input(Input::Exited { how, explanation, .. })) => {
+        tokio::select! {
+            event = vm.next_event() => if matches!(event, GuestEvent::Connected(_)) {
+                return Answer::Hello;
+            },
+            Some(input) = inputs.recv() => if let Input::Exited { how, explanation, .. } = input {
                 return Answer::Exited(format!("{how}: {explanation}"));
-            }
-            Some(_) => {}
-            None => return Answer::Exited("unseen".to_owned()),
+            },
         }
     }
 }
 
-async fn exited(reports: &mut mpsc::UnboundedReceiver<Report>) {
-    while let Some(report) = reports.recv().await {
-        if matches!(report, Report::Input(Input::Exited { .. })) {
+async fn exited(inputs: &mut mpsc::UnboundedReceiver<Input>) {
+    while let Some(input) = inputs.recv().await {
+        if matches!(input, Input::Exited { .. }) {
             return;
         }
     }

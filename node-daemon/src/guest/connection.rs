@@ -13,7 +13,7 @@ use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::UnixStream,
     sync::{mpsc, oneshot},
-    time::{Interval, MissedTickBehavior, interval},
+    time::{Instant, Interval, MissedTickBehavior, interval_at},
 };
 
 use super::{
@@ -28,35 +28,39 @@ const BEAT: Duration = Duration::from_secs(2);
 /// that was itself stopped for a while does not blame the guest.
 const SILENT_BEATS: u32 = 7;
 const RECONNECT: Duration = Duration::from_millis(200);
+/// A guest that breaks the protocol on purpose must not keep the daemon busy.
+const RECONNECT_AFTER_VIOLATION: Duration = Duration::from_secs(2);
 const READ_BUFFER: usize = 64 * 1024;
 
 /// Connects and talks, again and again, until nobody holds the handle any more.
 pub(super) async fn converse(
     sockets: SocketDir,
     commands: mpsc::UnboundedReceiver<Command>,
-    events: mpsc::UnboundedSender<GuestEvent>,
+    events: mpsc::Sender<GuestEvent>,
     log: impl LogSink,
     known: bool,
 ) {
     let health = Health { known, ..Health::default() };
-    let mut talk = Conversation { commands, events, log, next_exec: 1, health };
+    let mut talk = Conversation { commands, events, log, next_exec: 1, health, beats: beats() };
     while !talk.commands.is_closed() || !talk.commands.is_empty() {
-        let stream = match sockets.connect(crate::vmm::AGENT_SOCKET).await {
-            Ok(stream) => stream,
+        let pause = match sockets.connect(crate::vmm::AGENT_SOCKET).await {
+            Ok(stream) => match talk.over(stream).await {
+                Ok(()) => return,
+                Err(Broken::Io(error)) => {
+                    tracing::debug!(%error, "the connection to the guest is gone");
+                    RECONNECT
+                }
+                Err(Broken::Violation(violation)) => {
+                    tracing::warn!(%violation, "the guest broke the protocol; its connection was closed");
+                    RECONNECT_AFTER_VIOLATION
+                }
+            },
             Err(error) => {
                 tracing::debug!(%error, "the agent's socket cannot be reached");
-                talk.wait().await;
-                continue;
+                RECONNECT
             }
         };
-        match talk.over(stream).await {
-            Ok(()) => return,
-            Err(Broken::Io(error)) => tracing::debug!(%error, "the connection to the guest is gone"),
-            Err(Broken::Violation(violation)) => {
-                tracing::warn!(%violation, "the guest broke the protocol; its connection was closed");
-            }
-        }
-        talk.wait().await;
+        talk.wait(pause).await;
     }
 }
 
@@ -70,10 +74,11 @@ enum Broken {
 
 struct Conversation<L> {
     commands: mpsc::UnboundedReceiver<Command>,
-    events: mpsc::UnboundedSender<GuestEvent>,
+    events: mpsc::Sender<GuestEvent>,
     log: L,
     next_exec: ExecId,
     health: Health,
+    beats: Interval,
 }
 
 /// Whether the guest is heard.
@@ -104,20 +109,27 @@ impl Health {
 
 impl<L: LogSink> Conversation<L> {
     /// Between two connections: what is asked now cannot be had.
-    async fn wait(&mut self) {
-        tokio::time::sleep(RECONNECT).await;
+    async fn wait(&mut self, pause: Duration) {
+        let over = tokio::time::sleep(pause);
+        tokio::pin!(over);
+        loop {
+            tokio::select! {
+                () = &mut over => break,
+                _ = self.beats.tick() => {
+                    let silent = self.health.beat();
+                    self.emit(silent).await;
+                }
+            }
+        }
         while let Ok(command) = self.commands.try_recv() {
             refuse(command);
         }
-        // Without a connection there is no beat; a wait is shorter than one, but nothing else tells the time here.
-        self.report(Health::beat);
     }
 
     /// Talks over one connection until it breaks (an error) or nobody holds the handle.
     async fn over(&mut self, mut stream: UnixStream) -> Result<(), Broken> {
         let connection = HostConnection::open(Nonce::new(random()?), self.log.offset());
         let mut link = Link { connection, execs: HashMap::new() };
-        let mut beats = beats();
         let mut buffer = vec![0; READ_BUFFER];
         let (mut read, mut write) = stream.split();
         loop {
@@ -129,7 +141,7 @@ impl<L: LogSink> Conversation<L> {
                         return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
                     }
                     link.connection.receive(&buffer[..len])?;
-                    self.take_events(&mut link);
+                    self.take_events(&mut link).await;
                 }
                 len = write.write(outgoing), if !outgoing.is_empty() => {
                     let len = len?;
@@ -139,44 +151,54 @@ impl<L: LogSink> Conversation<L> {
                     Some(command) => self.obey(&mut link, command)?,
                     None => return Ok(()),
                 },
-                _ = beats.tick() => {
-                    self.report(Health::beat);
+                _ = self.beats.tick() => {
+                    let silent = self.health.beat();
+                    self.emit(silent).await;
                     link.beat();
                 }
             }
         }
     }
 
-    fn report(&mut self, what: impl FnOnce(&mut Health) -> Option<GuestEvent>) {
-        if let Some(event) = what(&mut self.health) {
-            self.emit(event);
+    /// Waits when the Instance is behind, and with it waits the guest.
+    async fn emit(&mut self, event: Option<GuestEvent>) {
+        if let Some(event) = event {
+            // The Instance stops listening when it has ended; the rest is of no interest then.
+            let _ = self.events.send(event).await;
         }
     }
 
-    fn emit(&self, event: GuestEvent) {
-        // The Instance stops listening when it has ended; the rest is of no interest then.
-        let _ = self.events.send(event);
-    }
-
-    fn take_events(&mut self, link: &mut Link) {
+    async fn take_events(&mut self, link: &mut Link) {
         while let Some(event) = link.connection.next_event() {
             // Only what bears our nonce counts as a sign of life.
-            self.report(Health::heard);
-            match event {
-                HostEvent::Connected(reply) => self.emit(GuestEvent::Connected(reply)),
-                HostEvent::ConfigureResult(result) => self.emit(GuestEvent::Configured(result)),
-                HostEvent::SyncDone(done) => self.emit(GuestEvent::Synced { id: done.id, error: done.error }),
-                HostEvent::ShuttingDown => self.emit(GuestEvent::ShuttingDown),
-                HostEvent::Entrypoint(state) => self.emit(GuestEvent::Entrypoint(state)),
-                HostEvent::Log(data) => {
-                    self.log.store(&data);
-                    link.send(v1::LogAck { offset: self.log.offset() });
+            let alive = self.health.heard();
+            self.emit(alive).await;
+            let event = match event {
+                HostEvent::Connected(reply) => Some(GuestEvent::Connected(reply)),
+                HostEvent::ConfigureResult(result) => Some(GuestEvent::Configured(result)),
+                HostEvent::SyncDone(done) => Some(GuestEvent::Synced { id: done.id, error: done.error }),
+                HostEvent::ShuttingDown => Some(GuestEvent::ShuttingDown),
+                HostEvent::Entrypoint(state) => Some(GuestEvent::Entrypoint(state)),
+                other => {
+                    self.carry(link, other);
+                    None
                 }
-                HostEvent::Pong(_) | HostEvent::ExecStarted { .. } | HostEvent::OutputClosed { .. } => {}
-                HostEvent::Output { stream, output, data } => link.output(stream, output, data),
-                HostEvent::StdinWritable { stream } => link.push_stdin(stream),
-                HostEvent::ExecEnded { stream, end } => link.ended(stream, end),
+            };
+            self.emit(event).await;
+        }
+    }
+
+    /// What concerns nobody but the log and the execs.
+    fn carry(&mut self, link: &mut Link, event: HostEvent) {
+        match event {
+            HostEvent::Log(data) => {
+                self.log.store(&data);
+                link.send(v1::LogAck { offset: self.log.offset() });
             }
+            HostEvent::Output { stream, output, data } => link.output(stream, output, data),
+            HostEvent::StdinWritable { stream } => link.push_stdin(stream),
+            HostEvent::ExecEnded { stream, end } => link.ended(stream, end),
+            _ => {}
         }
     }
 
@@ -321,7 +343,7 @@ impl Link {
 }
 
 fn beats() -> Interval {
-    let mut beats = interval(BEAT);
+    let mut beats = interval_at(Instant::now() + BEAT, BEAT);
     beats.set_missed_tick_behavior(MissedTickBehavior::Delay);
     beats
 }

@@ -17,6 +17,9 @@ use crate::{
     vmm::SocketDir,
 };
 
+/// Events that wait for the Instance; a guest that makes more waits with them, since it could make them without end.
+const EVENTS: usize = 16;
+
 /// What the guest did, as far as it concerns its Instance.
 #[derive(Clone, Debug, PartialEq)]
 pub enum GuestEvent {
@@ -72,9 +75,9 @@ impl Guest {
         sockets: SocketDir,
         log: impl LogSink,
         known: bool,
-    ) -> (Self, mpsc::UnboundedReceiver<GuestEvent>, impl Future<Output = ()> + Send + 'static) {
+    ) -> (Self, mpsc::Receiver<GuestEvent>, impl Future<Output = ()> + Send + 'static) {
         let (commands, incoming) = mpsc::unbounded_channel();
-        let (events, outgoing) = mpsc::unbounded_channel();
+        let (events, outgoing) = mpsc::channel(EVENTS);
         let task = connection::converse(sockets, incoming, events, log, known);
         (Self { commands }, outgoing, task)
     }

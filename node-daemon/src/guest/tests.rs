@@ -38,7 +38,7 @@ struct Fixture {
     _directory: tempfile::TempDir,
     listener: UnixListener,
     guest: Guest,
-    events: mpsc::UnboundedReceiver<GuestEvent>,
+    events: mpsc::Receiver<GuestEvent>,
 }
 
 fn fixture() -> Fixture {
@@ -68,11 +68,12 @@ impl Fixture {
 }
 
 impl Agent {
-    /// The next message that is no ping.
+    /// The next message that is neither a ping nor a repeated hello.
     async fn hear(&mut self) -> FromHost {
         let mut buffer = vec![0; 64 * 1024];
         loop {
             match self.connection.next_event() {
+                Some(FromHost::HelloAgain(_)) => {}
                 Some(FromHost::Message(message)) if matches!(*message, v1::host_message::Kind::Ping(_)) => {}
                 Some(event) => return event,
                 None => {
@@ -177,4 +178,19 @@ async fn without_a_connection_an_exec_is_refused() {
     let (_socket, _) = fixture.listener.accept().await.unwrap();
     let refused = fixture.guest.exec(v1::Process::default(), false).await.unwrap_err();
     assert_eq!(refused.failure, kibo_protocol::v1::StreamFailure::GuestUnavailable);
+}
+
+#[tokio::test]
+async fn a_guest_that_makes_events_without_end_waits_for_its_instance() {
+    let mut fixture = fixture();
+    let mut agent = fixture.connect().await;
+    let flood = async {
+        loop {
+            agent.say(v1::EntrypointState { restarts: 1, ..v1::EntrypointState::default() }).await;
+        }
+    };
+    // Nobody takes the events; the sockets' buffers are full long before this is over.
+    tokio::time::timeout(std::time::Duration::from_secs(2), flood).await.expect_err("the flood never ends");
+    let taken = std::iter::from_fn(|| fixture.events.try_recv().ok()).count();
+    assert_eq!(taken, EVENTS);
 }

@@ -28,7 +28,10 @@ const RECORD: &str = "instance.json";
 pub enum FilesError {
     #[error("failed to {action} {path}: {source}")]
     Io { action: &'static str, path: PathBuf, source: io::Error },
-    #[error("{path} is damaged: {problem}; it is written by the daemon alone")]
+    #[error(
+        "{path} is damaged: {problem}; it is written by the daemon alone. Move its directory away to give the Instance up: \
+         its VM is ended then, and its objects stay held until the node is isolated"
+    )]
     Damaged { path: PathBuf, problem: String },
 }
 
@@ -75,6 +78,9 @@ pub struct InstanceDir {
 #[serde(rename_all = "camelCase")]
 pub struct Record {
     pub taker: Taker,
+    /// The kernel's random id of the host's boot in which it was started.
+    #[serde(default)]
+    pub host_boot_id: String,
     /// The protocol's Launch, in base64.
     launch: String,
     /// The guest was or is being configured: from here on it may have written.
@@ -100,6 +106,7 @@ impl Record {
     pub fn new(launch: &Launch) -> Self {
         Self {
             taker: launch.taker.clone(),
+            host_boot_id: host_boot_id(),
             launch: STANDARD.encode(launch.message.encode_to_vec()),
             configured: false,
             objects_taken: false,
@@ -171,6 +178,11 @@ impl InstanceDir {
         let path = self.path.clone();
         move |source| FilesError::Io { action, path, source }
     }
+}
+
+/// Empty when it cannot be read: for messages only.
+pub fn host_boot_id() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
 
 fn make_directory(path: &Path) -> Result<(), FilesError> {

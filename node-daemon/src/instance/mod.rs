@@ -40,7 +40,7 @@ use crate::{
 };
 use files::{InstanceDirs, Record};
 pub(crate) use machine::Input;
-pub(crate) use vm::{Report, RunningVm, Watched};
+pub(crate) use vm::{RunningVm, Watched};
 
 pub use files::FilesError;
 pub use machine::{Bounds, Ending};
@@ -77,7 +77,7 @@ struct Inner {
 /// How to reach an Instance's task.
 struct Handle {
     summary: Summary,
-    reports: mpsc::UnboundedSender<Report>,
+    inputs: mpsc::UnboundedSender<Input>,
     guest: Option<Guest>,
 }
 
@@ -107,9 +107,9 @@ impl Instances {
         if self.0.deps.spool.has_ended(instance) {
             return;
         }
-        let Some(reports) = self.0.register(&launch, v1::InstanceState::Starting) else { return };
+        let Some(inputs) = self.0.register(&launch, v1::InstanceState::Starting) else { return };
         let inner = self.0.clone();
-        tokio::spawn(task::run_new(inner, launch, reports));
+        tokio::spawn(task::run_new(inner, launch, inputs));
     }
 
     /// Stops an Instance; the end is told by an event. False when it does not exist here.
@@ -204,7 +204,7 @@ impl Inner {
     }
 
     /// A place for an Instance; `None` when it has one.
-    fn register(&self, launch: &Launch, state: v1::InstanceState) -> Option<task::Reports> {
+    fn register(&self, launch: &Launch, state: v1::InstanceState) -> Option<task::Inputs> {
         let (sender, receiver) = mpsc::unbounded_channel();
         let summary = Summary {
             id: launch.instance(),
@@ -217,14 +217,14 @@ impl Inner {
         if running.contains_key(&launch.instance()) {
             return None;
         }
-        running.insert(launch.instance(), Handle { summary, reports: sender.clone(), guest: None });
+        running.insert(launch.instance(), Handle { summary, inputs: sender.clone(), guest: None });
         drop(running);
         self.changed();
-        Some(task::Reports { sender, receiver })
+        Some(task::Inputs { sender, receiver })
     }
 
     fn tell(&self, instance: InstanceId, input: Input) -> bool {
-        self.lock().get(&instance).is_some_and(|handle| handle.reports.send(Report::Input(input)).is_ok())
+        self.lock().get(&instance).is_some_and(|handle| handle.inputs.send(input).is_ok())
     }
 
     fn entered(&self, instance: InstanceId, state: v1::InstanceState) {

@@ -8,6 +8,7 @@ use kibo_protocol::v1::{EndReason, InstanceState};
 
 use super::{
     FilesError, Inner, Record,
+    files::host_boot_id,
     machine::Ending,
     task::{self, Found},
 };
@@ -71,8 +72,8 @@ async fn recover_one(inner: &Arc<Inner>, instance: InstanceId, own: Vec<ProcessI
         Found::Running(..) => InstanceState::Running,
         Found::Gone(_) => InstanceState::Stopping,
     };
-    if let Some(reports) = inner.register(&launch, state) {
-        tokio::spawn(task::run_found(inner.clone(), launch, record, reports, found));
+    if let Some(inputs) = inner.register(&launch, state) {
+        tokio::spawn(task::run_found(inner.clone(), launch, record, inputs, found));
     }
     Ok(())
 }
@@ -106,6 +107,8 @@ fn found(inner: &Inner, record: &Record, launch: &Launch, process: Option<VmProc
             let ending = if cgroup.oom_kills().is_some_and(|kills| kills > 0) {
                 let message = "the VM used more memory than its limit and was killed: give the Workspace more memory";
                 Ending::new(EndReason::OutOfMemory, message)
+            } else if record.host_boot_id != host_boot_id() {
+                Ending::new(EndReason::VmmExited, "the host was restarted, or failed, while the VM ran")
             } else {
                 Ending::new(EndReason::VmmExited, "the VM ended while the daemon was away")
             };

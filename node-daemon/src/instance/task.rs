@@ -1,6 +1,6 @@
 //! The task of one Instance: feeds its state machine and does what that decides.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use kibo_guest_protocol::{ProcessEnd, v1 as guest};
 use kibo_protocol::v1::{self as protocol, EndReason, instance_event::Kind};
@@ -12,7 +12,7 @@ use super::{
     launching,
     machine::{Action, Ending, Input, State},
     releasing,
-    vm::{self, Report, RunningVm, Watched},
+    vm::{self, RunningVm, Watched},
 };
 use crate::{
     guest::GuestEvent,
@@ -22,11 +22,12 @@ use crate::{
 
 /// What a guest gets to end its processes before they are killed.
 const SHUTDOWN_GRACE_MILLIS: u32 = 10_000;
+const EXIT_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The mailbox of an Instance.
-pub struct Reports {
-    pub sender: mpsc::UnboundedSender<Report>,
-    pub receiver: mpsc::UnboundedReceiver<Report>,
+pub struct Inputs {
+    pub sender: mpsc::UnboundedSender<Input>,
+    pub receiver: mpsc::UnboundedReceiver<Input>,
 }
 
 /// Where an Instance begins that an earlier daemon left.
@@ -44,17 +45,19 @@ pub struct Task {
     directory: InstanceDir,
     record: Record,
     state: State,
-    reports: Reports,
+    inputs: Inputs,
     vm: Option<RunningVm>,
+    /// When an end of the entrypoint was told last.
+    last_exit: Option<Instant>,
     boot_id: String,
 }
 
 /// Runs a new Instance to its end.
-pub async fn run_new(inner: Arc<Inner>, launch: Launch, reports: Reports) {
+pub async fn run_new(inner: Arc<Inner>, launch: Launch, inputs: Inputs) {
     let record = Record::new(&launch);
     let directory = inner.dirs.of(launch.instance());
     tracing::info!(instance = %launch.instance(), workspace = %launch.workspace.name, "starting");
-    let mut task = Task::new(inner, launch, directory, record, reports);
+    let mut task = Task::new(inner, launch, directory, record, inputs);
     let created = {
         let (directory, record) = (task.directory.clone(), task.record.clone());
         blocking(move || directory.create(&record)).await
@@ -67,9 +70,9 @@ pub async fn run_new(inner: Arc<Inner>, launch: Launch, reports: Reports) {
 }
 
 /// Runs an Instance of an earlier daemon to its end.
-pub async fn run_found(inner: Arc<Inner>, launch: Launch, record: Record, reports: Reports, found: Found) {
+pub async fn run_found(inner: Arc<Inner>, launch: Launch, record: Record, inputs: Inputs, found: Found) {
     let directory = inner.dirs.of(launch.instance());
-    let mut task = Task::new(inner, launch, directory, record, reports);
+    let mut task = Task::new(inner, launch, directory, record, inputs);
     match found {
         Found::Unstarted => task.launch().await,
         Found::Running(process, sockets) => task.adopt(process, sockets).await,
@@ -79,14 +82,14 @@ pub async fn run_found(inner: Arc<Inner>, launch: Launch, record: Record, report
 }
 
 impl Task {
-    fn new(inner: Arc<Inner>, launch: Launch, directory: InstanceDir, record: Record, reports: Reports) -> Self {
+    fn new(inner: Arc<Inner>, launch: Launch, directory: InstanceDir, record: Record, inputs: Inputs) -> Self {
         let state = State::Starting { end: None };
-        Self { inner, launch, directory, record, state, reports, vm: None, boot_id: String::new() }
+        Self { inner, launch, directory, record, state, inputs, vm: None, last_exit: None, boot_id: String::new() }
     }
 
     fn send(&self, input: Input) {
         // Our own mailbox is open as long as we are.
-        let _ = self.reports.sender.send(Report::Input(input));
+        let _ = self.inputs.sender.send(input);
     }
 
     /// Takes the objects and starts the VM; the result is the first input.
@@ -158,7 +161,7 @@ impl Task {
         let cgroup = deps.vmm.cgroup(&instance.to_string());
         let directory = self.directory.path().to_owned();
         let watched = Watched { process, complaints, cgroup, directory, sockets };
-        let vm = RunningVm::watch(watched, log, self.record.configured, &self.reports.sender);
+        let vm = RunningVm::watch(watched, log, self.record.configured, &self.inputs.sender);
         self.inner.set_guest(instance, Some(vm.guest.clone()));
         self.vm = Some(vm);
     }
@@ -173,17 +176,13 @@ impl Task {
                 break self.release(ending).await;
             }
             let deadline = self.state.deadline(&self.inner.deps.bounds).map(|bound| entered + bound);
-            let report = tokio::select! {
+            let input = tokio::select! {
                 biased;
-                report = self.reports.receiver.recv() => report,
-                () = async { tokio::time::sleep_until(deadline.unwrap_or(entered)).await }, if deadline.is_some() => {
-                    Some(Report::Input(Input::TimedOut))
+                input = self.inputs.receiver.recv() => input,
+                event = next_event(self.vm.as_mut()) => self.heard(event).await,
+                () = tokio::time::sleep_until(deadline.unwrap_or(entered)), if deadline.is_some() => {
+                    Some(Input::TimedOut)
                 }
-            };
-            let input = match report {
-                Some(Report::Input(input)) => Some(input),
-                Some(Report::Guest(event)) => self.heard(event).await,
-                None => unreachable!("the task holds a sender itself"),
             };
             let Some(input) = input else { continue };
             let state = std::mem::replace(&mut self.state, State::Starting { end: None });
@@ -207,7 +206,7 @@ impl Task {
     async fn heard(&mut self, event: GuestEvent) -> Option<Input> {
         Some(match event {
             GuestEvent::Connected(reply) => {
-                self.boot_id.clone_from(&reply.boot_id);
+                self.boot_id = vm::boot_id(&reply.boot_id);
                 if let Some(guest::guest_state::Kind::Ready(ready)) = reply.state.as_ref().and_then(|s| s.kind.as_ref())
                     && let Some(entrypoint) = &ready.entrypoint
                     && let Some(kind) = self.entrypoint_ended(entrypoint).await
@@ -221,7 +220,8 @@ impl Task {
                 Some(failure) => Input::ConfigureFailed(vm::failure(Some(&failure))),
             },
             GuestEvent::Synced { error, .. } => {
-                if !error.is_empty() {
+                if !error.is_empty() && matches!(self.state, State::Syncing { .. }) {
+                    let error = vm::words(&error);
                     tracing::warn!(instance = %self.launch.instance(), error, "the guest could not write everything back");
                 }
                 Input::Synced { error }
@@ -242,9 +242,12 @@ impl Task {
             _ => return None,
         };
         let number = state.restarts.saturating_add(1);
-        if number <= self.record.exits_told {
+        // An agent waits a second before it starts the entrypoint again; what comes faster is none, and each is a write
+        // to the host's disk.
+        if number <= self.record.exits_told || self.last_exit.is_some_and(|last| last.elapsed() < EXIT_INTERVAL) {
             return None;
         }
+        self.last_exit = Some(Instant::now());
         if let Err(ending) = self.remember(|record| record.exits_told = number).await {
             tracing::warn!(instance = %self.launch.instance(), problem = ending.message, "an event may come twice");
         }
@@ -341,6 +344,14 @@ impl Task {
         self.inner.set_guest(instance, None);
         releasing::release(&self.inner.deps, &self.launch, &self.directory, &ending).await;
         tracing::info!(%instance, reason = ending.reason.as_str_name(), message = ending.message, "ended");
+    }
+}
+
+/// What the guest does next; never, while there is none.
+async fn next_event(vm: Option<&mut RunningVm>) -> GuestEvent {
+    match vm {
+        Some(vm) => vm.next_event().await,
+        None => std::future::pending().await,
     }
 }
 

@@ -41,31 +41,34 @@ pub struct RunningVm {
     process: Arc<VmProcess>,
     control: watch::Receiver<Option<Qmp>>,
     pub guest: Guest,
+    events: mpsc::Receiver<GuestEvent>,
     pub console: ConsoleTail,
     tasks: JoinSet<()>,
 }
 
-/// What comes from a VM: to its state machine, or to whoever keeps its particulars.
-pub enum Report {
-    Input(Input),
-    Guest(GuestEvent),
-}
-
 impl RunningVm {
     /// `known`: the agent had answered to an earlier daemon, so its silence is worth an event.
-    pub fn watch(watched: Watched, log: impl LogSink, known: bool, reports: &mpsc::UnboundedSender<Report>) -> Self {
+    pub fn watch(watched: Watched, log: impl LogSink, known: bool, inputs: &mpsc::UnboundedSender<Input>) -> Self {
         let Watched { process, complaints, cgroup, directory, sockets } = watched;
         let process = Arc::new(process);
         let (qmp, control) = watch::channel(None);
         let console = ConsoleTail::default();
         let (guest, events, conversation) = Guest::converse(sockets.clone(), log, known);
         let mut tasks = JoinSet::new();
-        tasks.spawn(watch_process(process.clone(), complaints, cgroup, reports.clone()));
-        tasks.spawn(watch_control(sockets.clone(), qmp, reports.clone()));
+        tasks.spawn(watch_process(process.clone(), complaints, cgroup, inputs.clone()));
+        tasks.spawn(watch_control(sockets.clone(), qmp, inputs.clone()));
         tasks.spawn(console::follow(sockets, directory, console.clone()));
-        tasks.spawn(forward(events, reports.clone()));
         tasks.spawn(conversation);
-        Self { process, control, guest, console, tasks }
+        Self { process, control, guest, events, console, tasks }
+    }
+
+    /// What the guest did next. Whoever does not ask makes the guest wait.
+    pub async fn next_event(&mut self) -> GuestEvent {
+        match self.events.recv().await {
+            Some(event) => event,
+            // The conversation is over; that the VM is too is seen at its process.
+            None => std::future::pending().await,
+        }
     }
 
     pub fn kill(&self) {
@@ -91,7 +94,7 @@ async fn watch_process(
     process: Arc<VmProcess>,
     complaints: Option<pipe::Receiver>,
     cgroup: Cgroup,
-    reports: mpsc::UnboundedSender<Report>,
+    inputs: mpsc::UnboundedSender<Input>,
 ) {
     let mut said = Vec::new();
     let exit = {
@@ -112,7 +115,7 @@ async fn watch_process(
     });
     let out_of_memory = cgroup.oom_kills().is_some_and(|kills| kills > 0);
     let explanation = String::from_utf8_lossy(&said).trim().to_owned();
-    let _ = reports.send(Report::Input(Input::Exited { how: exit.to_string(), out_of_memory, explanation }));
+    let _ = inputs.send(Input::Exited { how: exit.to_string(), out_of_memory, explanation });
 }
 
 /// Keeps the end of what a pipe gives, until it is closed; for ever when there is none.
@@ -133,14 +136,14 @@ async fn listen(pipe: Option<pipe::Receiver>, said: &mut Vec<u8>) {
 async fn watch_control(
     sockets: SocketDir,
     published: watch::Sender<Option<Qmp>>,
-    reports: mpsc::UnboundedSender<Report>,
+    inputs: mpsc::UnboundedSender<Input>,
 ) {
     loop {
         let connected = async { Qmp::connect(sockets.connect(CONTROL_SOCKET).await?).await }.await;
         match connected {
             Ok((qmp, events)) => {
                 published.send_replace(Some(qmp.clone()));
-                listen_to(qmp, events, &reports).await;
+                listen_to(qmp, events, &inputs).await;
                 published.send_replace(None);
             }
             Err(error) => tracing::debug!(%error, "QEMU's control socket cannot be used yet"),
@@ -149,8 +152,8 @@ async fn watch_control(
     }
 }
 
-async fn listen_to(qmp: Qmp, mut events: mpsc::UnboundedReceiver<QmpEvent>, reports: &mpsc::UnboundedSender<Report>) {
-    let report = |input| drop(reports.send(Report::Input(input)));
+async fn listen_to(qmp: Qmp, mut events: mpsc::UnboundedReceiver<QmpEvent>, inputs: &mpsc::UnboundedSender<Input>) {
+    let report = |input| drop(inputs.send(input));
     let mut paused = false;
     // What happened while nobody listened.
     match qmp.run_state().await {
@@ -180,17 +183,9 @@ async fn listen_to(qmp: Qmp, mut events: mpsc::UnboundedReceiver<QmpEvent>, repo
     }
 }
 
-async fn forward(mut events: mpsc::UnboundedReceiver<GuestEvent>, reports: mpsc::UnboundedSender<Report>) {
-    while let Some(event) = events.recv().await {
-        if reports.send(Report::Guest(event)).is_err() {
-            return;
-        }
-    }
-}
-
 /// What a hello's answer says of the guest, seen from the Instance whose guest it ought to be.
 pub fn condition(reply: &guest::HelloReply, instance: &str) -> GuestCondition {
-    let foreign = |id: &str| (id != instance).then(|| GuestCondition::Foreign(id.to_owned()));
+    let foreign = |id: &str| (id != instance).then(|| GuestCondition::Foreign(words(id)));
     let kind = reply.state.as_ref().and_then(|state| state.kind.as_ref());
     match kind {
         None | Some(guest_state::Kind::Unconfigured(_)) => GuestCondition::Unconfigured,
@@ -209,5 +204,30 @@ pub fn condition(reply: &guest::HelloReply, instance: &str) -> GuestCondition {
 pub fn failure(failure: Option<&guest::Failure>) -> String {
     let Some(failure) = failure else { return "the guest gave no reason".to_owned() };
     let stage = failure.stage().as_str_name().trim_start_matches("CONFIGURE_STAGE_").to_lowercase().replace('_', " ");
-    format!("{stage}: {}", failure.message)
+    format!("{stage}: {}", words(&failure.message))
+}
+
+/// A guest's words, fit for a terminal and for a status: it may say anything.
+pub fn words(text: &str) -> String {
+    const LIMIT: usize = 600;
+    text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(LIMIT).collect()
+}
+
+/// The guest kernel's id of its boot; empty when it does not look like one.
+pub fn boot_id(text: &str) -> String {
+    let is_uuid = text.len() == 36 && text.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');
+    if is_uuid { text.to_owned() } else { String::new() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_that_lies_is_not_repeated() {
+        assert_eq!(words("a\x1b[2Jb\nc"), "a [2Jb c");
+        assert_eq!(words(&"x".repeat(100_000)).len(), 600);
+        assert_eq!(boot_id("6f9619ff-8b86-d011-b42d-00c04fc964ff"), "6f9619ff-8b86-d011-b42d-00c04fc964ff");
+        assert_eq!(boot_id(&"x".repeat(100_000)), "");
+    }
 }
