@@ -36,6 +36,9 @@ pub struct LaunchArgs {
     pub uid: u32,
     #[arg(long)]
     pub gid: u32,
+    /// Further groups, for devices that QEMU has to open itself.
+    #[arg(long = "group")]
+    pub groups: Vec<u32>,
     /// QEMU and its arguments.
     #[arg(last = true, required = true, allow_hyphen_values = true)]
     pub command: Vec<OsString>,
@@ -87,7 +90,8 @@ fn leave_habits() -> io::Result<()> {
 
 fn drop_root(args: &LaunchArgs) -> rustix::io::Result<()> {
     let (uid, gid) = (Uid::from_raw(args.uid), Gid::from_raw(args.gid));
-    set_thread_groups(&[])?;
+    let groups: Vec<Gid> = args.groups.iter().copied().map(Gid::from_raw).collect();
+    set_thread_groups(&groups)?;
     set_thread_res_gid(gid, gid, gid)?;
     // Clears all capabilities as well.
     set_thread_res_uid(uid, uid, uid)?;

@@ -10,9 +10,12 @@ mod sockets;
 mod tsc;
 
 use std::{
-    fs::File,
+    fs::{self, File},
     io,
-    os::fd::{OwnedFd, RawFd},
+    os::{
+        fd::{OwnedFd, RawFd},
+        unix::fs::MetadataExt as _,
+    },
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
@@ -38,6 +41,7 @@ pub const CONTROL_SOCKET: &str = "qmp.sock";
 pub const AGENT_SOCKET: &str = "agent.sock";
 pub const CONSOLE_SOCKET: &str = "console.sock";
 
+const KVM_DEVICE: &str = "/dev/kvm";
 /// The first descriptor that is neither standard input nor an output.
 const FIRST_FD: RawFd = 3;
 
@@ -61,6 +65,8 @@ pub struct Vmm {
     state_dir: PathBuf,
     cgroups: Cgroups,
     acceleration: Acceleration,
+    /// Of the device that QEMU has to open itself.
+    device_group: Option<u32>,
     launcher: PathBuf,
 }
 
@@ -104,7 +110,8 @@ impl Vmm {
             Accelerator::Kvm => Acceleration::Kvm,
             Accelerator::Tcg => Acceleration::Tcg { tsc_khz: tsc::measure_khz() },
         };
-        Ok(Self { config, node, state_dir, cgroups, acceleration, launcher })
+        let device_group = device_group(config.accelerator);
+        Ok(Self { config, node, state_dir, cgroups, acceleration, device_group, launcher })
     }
 
     /// The running program itself, also after its file was replaced by an update.
@@ -158,6 +165,9 @@ impl Vmm {
             command.arg("--join").arg(file);
         }
         command.args(["--uid", &self.config.uid.to_string(), "--gid", &self.config.gid.to_string()]);
+        if let Some(group) = self.device_group {
+            command.args(["--group", &group.to_string()]);
+        }
         command.arg("--").arg(&self.config.qemu);
         command.args(command_line::arguments(self.acceleration, &shape, fds));
         spawn(command, inherited)
@@ -172,6 +182,13 @@ impl Vmm {
         let memory = machine.memory_limit.checked_add(emulator).unwrap_or(machine.memory_limit);
         Limits { cpu: Some(MilliCpu(machine.cpu.vcpus() * 1000)), memory }
     }
+}
+
+/// The group that may use KVM, other than root's; QEMU opens the device itself, it takes no descriptor for it.
+fn device_group(accelerator: Accelerator) -> Option<u32> {
+    const GROUP_MAY_USE: u32 = 0o060;
+    let device = (accelerator == Accelerator::Kvm).then(|| fs::metadata(KVM_DEVICE).ok()).flatten()?;
+    (device.gid() != 0 && device.mode() & GROUP_MAY_USE == GROUP_MAY_USE).then_some(device.gid())
 }
 
 impl Disk {
