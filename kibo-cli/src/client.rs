@@ -66,6 +66,10 @@ impl Cluster {
             config.auth_info.impersonate_groups = Some(global.as_groups.clone());
         }
         config.connect_timeout = Some(Duration::from_secs(10));
+        // A log that is followed, or a command, may say nothing for hours.
+        config.read_timeout = None;
+        // The client would go on for five minutes when something is unavailable, and say nothing.
+        config.default_retry = false;
         let server = config.cluster_url.to_string().trim_end_matches('/').to_owned();
         let default_namespace = config.default_namespace.clone();
         let client = Client::try_from(config)

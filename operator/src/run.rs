@@ -98,6 +98,8 @@ async fn client(args: &Run) -> anyhow::Result<Client> {
     };
     // A watch ends after five minutes at the latest; nothing else takes that long.
     config.read_timeout = Some(Duration::from_secs(295));
+    // Whoever calls tries again on newer facts; the client would repeat an old request for minutes.
+    config.default_retry = false;
     Ok(Client::try_from(config)?)
 }
 
