@@ -49,6 +49,7 @@ pub struct GrantedObject {
 
 /// The right to use one object in one epoch, and what became of the grant before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub struct Grant {
     pub epoch: Epoch,
     /// 0 with the first grant.

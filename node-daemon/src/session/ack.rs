@@ -5,22 +5,25 @@ use kibo_protocol::v1;
 
 use crate::state::{Life, NodeRecord};
 
+/// What a Hello said, to be compared with its answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sent {
+    pub incarnation: Option<Incarnation>,
+    /// Empty when the node belongs to none yet.
+    pub cluster_id: String,
+}
+
 /// The record after an accepted Hello, or why this operator is not obeyed.
-pub fn accept(
-    record: &NodeRecord,
-    sent: Option<Incarnation>,
-    boot_id: &str,
-    ack: &v1::HelloAck,
-) -> Result<NodeRecord, String> {
+pub fn accept(record: &NodeRecord, sent: &Sent, boot_id: &str, ack: &v1::HelloAck) -> Result<NodeRecord, String> {
     if ack.cluster_id.is_empty() {
         return Err("the operator did not say which cluster it speaks for".into());
     }
-    if !record.cluster_id.is_empty() && record.cluster_id != ack.cluster_id {
-        let (ours, theirs) = (&record.cluster_id, &ack.cluster_id);
+    if !sent.cluster_id.is_empty() && sent.cluster_id != ack.cluster_id {
+        let (ours, theirs) = (&sent.cluster_id, &ack.cluster_id);
         return Err(format!("the operator speaks for cluster {theirs}, but this node belongs to {ours}"));
     }
     let incarnation = Incarnation(ack.incarnation);
-    match sent {
+    match sent.incarnation {
         Some(sent) if sent != incarnation => {
             return Err(format!("the operator changed the incarnation from {sent} to {incarnation} unasked"));
         }
@@ -76,14 +79,16 @@ mod tests {
             ("another cluster", record(3), Some(Incarnation(3)), ack(3, "d"), false),
             ("no cluster", fresh, None, ack(1, ""), false),
         ] {
-            let accepted = accept(&record, sent, "b", &ack);
+            let sent = Sent { incarnation: sent, cluster_id: record.cluster_id.clone() };
+            let accepted = accept(&record, &sent, "b", &ack);
             assert_eq!(accepted.is_ok(), good, "{what}: {accepted:?}");
         }
     }
 
     #[test]
     fn the_life_moves_on_to_this_boot_and_the_revision_never_falls() {
-        let accepted = accept(&record(3), None, "b", &ack(4, "c")).unwrap();
+        let accepted =
+            accept(&record(3), &Sent { incarnation: None, cluster_id: "c".into() }, "b", &ack(4, "c")).unwrap();
         assert_eq!(accepted.life, Some(Life { incarnation: Incarnation(4), boot_id: "b".into() }));
         assert_eq!(accepted.highest_revision, 9);
     }

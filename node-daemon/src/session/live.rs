@@ -36,7 +36,8 @@ pub async fn run<I: InstanceControl>(
 ) -> End {
     let (outbox, messages) = Outbox::new();
     let hello = first_message(node, credentials);
-    let sent = hello.incarnation.map(kibo_crds::Incarnation);
+    let sent =
+        ack::Sent { incarnation: hello.incarnation.map(kibo_crds::Incarnation), cluster_id: hello.cluster_id.clone() };
     outbox.send(Message::Hello(hello));
     let mut client = v1::node_control_client::NodeControlClient::new(channel)
         .max_decoding_message_size(MAX_MESSAGE)
@@ -55,7 +56,7 @@ pub async fn run<I: InstanceControl>(
         Ok(Err(end)) => return end,
         Ok(Ok(message)) => message,
     };
-    let mut handler = match accept(node, &first, sent, outbox.clone(), way) {
+    let mut handler = match accept(node, &first, &sent, outbox.clone(), way) {
         Ok(handler) => handler,
         Err(end) => return end,
     };
@@ -93,7 +94,7 @@ async fn next(inbound: &mut Streaming<v1::ToNode>) -> Result<v1::ToNode, End> {
 fn accept<I: InstanceControl>(
     node: &Arc<Node<I>>,
     first: &v1::ToNode,
-    sent: Option<kibo_crds::Incarnation>,
+    sent: &ack::Sent,
     outbox: Outbox,
     way: Way,
 ) -> Result<Handler<I>, End> {

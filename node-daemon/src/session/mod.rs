@@ -14,6 +14,8 @@ mod outbox;
 mod report;
 mod settle;
 mod streams;
+#[cfg(test)]
+mod tests;
 
 use std::{sync::Arc, time::Duration};
 
