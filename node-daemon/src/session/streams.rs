@@ -29,8 +29,6 @@ use crate::{
 /// Frames on their way to the operator.
 const FRAMES: usize = 8;
 const DIAL_WITHIN: Duration = Duration::from_secs(10);
-/// So long the operator may take to read the last frames.
-const LAST_FRAMES_WITHIN: Duration = Duration::from_secs(30);
 
 /// How to reach the operator that this session is with.
 #[derive(Clone)]
@@ -76,9 +74,10 @@ impl<I: InstanceControl> Stream<I> {
                 let error = v1::StreamError { failure: error.failure.into(), message: error.message };
                 send(&to_operator, Frame::Error(error)).await;
             }
-            // Half-closed: the operator reads what is left and then closes too.
+            // Half-closed: the operator reads what is left, for as long as its client likes, and then closes too. When
+            // it is gone, the connection's keep-alive ends this.
             drop(to_operator);
-            let _ = timeout(LAST_FRAMES_WITHIN, until_closed(&mut from_operator)).await;
+            until_closed(&mut from_operator).await;
         };
         tokio::select! {
             () = done => {}
