@@ -43,6 +43,10 @@ const HELLOS_IN_FLIGHT: usize = 32;
 const WIRE: usize = 64;
 /// A Hello lists everything that a node has; 100,000 Instances fit.
 const LARGEST_MESSAGE: usize = 16 << 20;
+/// What a node may send ahead on one call, so that a stream is not slowed down by distance; a connection has
+/// room for the session and for a stream whose reader pauses.
+const STREAM_WINDOW: u32 = 256 << 10;
+const CONNECTION_WINDOW: u32 = 1 << 20;
 
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
@@ -99,6 +103,8 @@ impl SessionServer {
         let router = Server::builder()
             .tls_config(tls)?
             .tcp_nodelay(true)
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(CONNECTION_WINDOW)
             .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
             .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
             .add_service(service);
