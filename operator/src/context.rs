@@ -6,7 +6,9 @@ use kibo_crds::{Bytes, Term};
 use kube::{Client, runtime::events::Recorder};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use crate::{node::NodeIndex, overcommit::OvercommitIndex, session::Registry, storage_pool::PoolIndex};
+use crate::{
+    guarded::WriteError, node::NodeIndex, overcommit::OvercommitIndex, session::Registry, storage_pool::PoolIndex,
+};
 
 /// The leader's surroundings. Cheap to clone as an [`Arc`].
 pub struct Context {
@@ -35,3 +37,13 @@ pub struct Context {
 }
 
 pub type Ctx = Arc<Context>;
+
+impl Context {
+    /// Ends this leadership when a write showed that a newer one exists.
+    pub fn end_if_overtaken(&self, error: &WriteError) {
+        if matches!(error, WriteError::StaleTerm { .. }) && !self.stop.is_cancelled() {
+            tracing::error!(%error, "a newer leader writes: this one ends");
+            self.stop.cancel();
+        }
+    }
+}

@@ -8,14 +8,15 @@ use std::{
 
 use futures::{StreamExt as _, stream};
 use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
-use kibo_crds::{Node, NodeId, OvercommitPolicy, node::NodeStatus};
+use kibo_crds::{ConditionType, Node, NodeId, OvercommitPolicy, node::NodeStatus};
 use kibo_protocol::v1::SessionRefusal;
 use kube::{
-    Api,
+    Api, Resource as _,
     api::ListParams,
     runtime::{
         Controller,
         controller::{self, Action, Config},
+        events::{Event, EventType},
         reflector::ObjectRef,
         watcher,
     },
@@ -89,8 +90,15 @@ impl NodeControl {
         written.get(id).and_then(|at| PACE.checked_sub(at.elapsed()))
     }
 
-    fn note_write(&self, id: &NodeId) {
+    /// Writes the status that was decided on for `node`, and says what is new.
+    pub async fn write(&self, id: &NodeId, node: &Node, status: NodeStatus) -> Result<Node, WriteError> {
+        let written = guarded::replace_status(&self.api(), node, status, self.ctx.term).await;
+        let written = written.inspect_err(|error| self.ctx.end_if_overtaken(error))?;
+        metrics::counter!("kibotos_status_writes_total", "kind" => "Node").increment(1);
         self.written.lock().expect("no holder of this lock panics").insert(id.clone(), Instant::now());
+        self.ctx.nodes.observe(&written);
+        announce(id, node, &written, &self.ctx).await;
+        Ok(written)
     }
 }
 
@@ -148,15 +156,10 @@ fn touched(receiver: broadcast::Receiver<NodeId>) -> impl stream::Stream<Item = 
     })
 }
 
-fn retry(node: Arc<Node>, error: &WriteError, control: Arc<NodeControl>) -> Action {
+fn retry(node: Arc<Node>, error: &WriteError, _: Arc<NodeControl>) -> Action {
     match error {
         WriteError::Conflict { .. } => Action::requeue(Duration::from_millis(50)),
-        WriteError::Gone { .. } => Action::await_change(),
-        WriteError::StaleTerm { .. } => {
-            tracing::error!(%error, "a newer leader writes: this one ends");
-            control.ctx.stop.cancel();
-            Action::await_change()
-        }
+        WriteError::Gone { .. } | WriteError::StaleTerm { .. } => Action::await_change(),
         WriteError::Refused { .. } | WriteError::Unknown { .. } => {
             tracing::error!(node = node.metadata.name.as_deref(), %error, "failed to write the status of a node");
             Action::requeue(Duration::from_secs(5))
@@ -193,10 +196,7 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
     {
         return Ok(Action::requeue(left));
     }
-    log_changes(&id, node.status.as_ref(), &status);
-    guarded::replace_status(&control.api(), &*node, status, control.ctx.term).await?;
-    metrics::counter!("kibotos_status_writes_total", "kind" => "Node").increment(1);
-    control.note_write(&id);
+    control.write(&id, &node, status).await?;
     Ok(Action::requeue(next))
 }
 
@@ -228,9 +228,39 @@ fn is_usage_alone(old: Option<&NodeStatus>, new: &NodeStatus) -> bool {
     })
 }
 
-fn log_changes(id: &NodeId, old: Option<&NodeStatus>, new: &NodeStatus) {
-    let before = old.and_then(|old| old.phase);
-    if before != new.phase {
-        tracing::info!(node = %id, ?before, now = ?new.phase, "the node's phase changed");
+/// One line for each change of phase, and an event where somebody should look.
+async fn announce(id: &NodeId, old: &Node, new: &Node, ctx: &Ctx) {
+    let phase = |node: &Node| node.status.as_ref().and_then(|status| status.phase);
+    let (before, now) = (phase(old), phase(new));
+    if before != now {
+        tracing::info!(node = %id, ?before, ?now, "the node's phase changed");
     }
+    for (reason, note) in news(old, new) {
+        let event = Event {
+            type_: EventType::Warning,
+            reason,
+            note: Some(note),
+            action: "Reconcile".to_owned(),
+            secondary: None,
+        };
+        if let Err(error) = ctx.recorder.publish(&event, &new.object_ref(&())).await {
+            tracing::warn!(node = %id, %error, "failed to record an event");
+        }
+    }
+}
+
+/// What a person should know that was not so before: reason and text of the condition.
+fn news(old: &Node, new: &Node) -> Vec<(String, String)> {
+    let found = |node: &Node, kind: ConditionType, status: &str| {
+        let conditions = node.status.iter().flat_map(|s| &s.conditions);
+        conditions.into_iter().find(|c| c.type_ == kind.to_string() && c.status == status).cloned()
+    };
+    let became = |kind: ConditionType, from: &str, to: &str| {
+        found(old, kind, from)?;
+        found(new, kind, to).map(|condition| (condition.reason, condition.message))
+    };
+    let duplicate = found(old, ConditionType::DuplicateHost, "True").is_none();
+    let duplicate = duplicate.then(|| found(new, ConditionType::DuplicateHost, "True")).flatten();
+    let lost = became(ConditionType::Ready, "True", "False");
+    lost.into_iter().chain(duplicate.map(|condition| (condition.reason, condition.message))).collect()
 }

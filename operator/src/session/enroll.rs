@@ -10,7 +10,7 @@ use tonic::{Code, Status};
 
 use super::open::{Leading, read_node};
 use crate::{
-    guarded::{self, WriteError},
+    guarded::WriteError,
     node::{Facts, compute_status},
 };
 
@@ -95,7 +95,7 @@ pub async fn enroll(leading: &Leading, request: v1::EnrollRequest) -> Result<v1:
         }
         let Some(node) = node else { continue };
         let status = enrolled(leading, &id, &node, secret.hash(), key.hash());
-        match guarded::replace_status(&control.api(), &node, status, control.ctx.term).await {
+        match control.write(&id, &node, status).await {
             Ok(_) => {
                 tracing::info!(node = %id, version = request.version, "node enrolled");
                 metrics::counter!("kibotos_enrollments_total", "result" => "enrolled").increment(1);

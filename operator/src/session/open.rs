@@ -13,7 +13,7 @@ use super::{
     live::{NewSession, Session},
 };
 use crate::{
-    guarded::{self, WriteError},
+    guarded::WriteError,
     node::{NodeControl, Refused, compute_status, effective_settings},
 };
 
@@ -125,7 +125,7 @@ async fn commit(
         settings_revision: revision.unwrap_or_default() + 1,
     });
     let status = status_with(leading, node, &session);
-    let committed = match guarded::replace_status(&leading.nodes.api(), node, status, ctx.term).await {
+    let committed = match leading.nodes.write(&hello.node, node, status).await {
         Ok(committed) => committed,
         Err(WriteError::Conflict { .. } | WriteError::Gone { .. }) => return Ok(None),
         Err(error) => {
@@ -133,7 +133,6 @@ async fn commit(
             return Err(Refusal::new(SessionRefusal::NotLeader, format!("try again: {error}")));
         }
     };
-    ctx.nodes.observe(&committed);
     if minted {
         leading.desired.incarnation_began(&hello.node, incarnation).await;
     }

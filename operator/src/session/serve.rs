@@ -14,10 +14,7 @@ use super::{
     live::{OfferAnswer, Session},
     open::{Leading, Opened, Refusal, open, read_node},
 };
-use crate::{
-    guarded::{self, WriteError},
-    node::compute_status,
-};
+use crate::node::compute_status;
 
 /// A node confirms settings as soon as its admission uses them.
 const CONFIRMED_WITHIN: Duration = Duration::from_secs(5);
@@ -235,11 +232,9 @@ async fn mark_ended(leading: &Leading, session: &Session) {
             }
             let observed = leading.nodes.observe(&session.node, &node);
             let status = compute_status(&crate::node::Observed { live: None, orphaned: true, ..observed });
-            match guarded::replace_status(&api, &node, status, ctx.term).await {
-                Ok(_) | Err(WriteError::StaleTerm { .. } | WriteError::Gone { .. } | WriteError::Refused { .. }) => {
-                    return;
-                }
-                Err(WriteError::Conflict { .. } | WriteError::Unknown { .. }) => {}
+            match leading.nodes.write(&session.node, &node, status).await {
+                Err(error) if error.is_retryable() => {}
+                Ok(_) | Err(_) => return,
             }
         }
         tokio::select! {

@@ -137,7 +137,9 @@ impl SessionServer {
             let message = "this operator is not the leader: come back soon";
             return serve::refuse(&wire, term, Refusal::new(SessionRefusal::NotLeader, message)).await;
         };
-        serve::serve(leading, hello, inbound, wire, permit).await;
+        // Tracked, so that at the end of the leadership each node still hears why.
+        let tasks = leading.nodes.ctx.tasks.clone();
+        tasks.track_future(serve::serve(leading, hello, inbound, wire, permit)).await;
     }
 }
 

@@ -67,23 +67,8 @@ pub async fn ensure(ctx: &Ctx, pools: impl Iterator<Item = &PoolId>) -> Result<(
 /// Runs until the leadership ends.
 pub async fn run(controller: Controller<StoragePool>, control: Arc<PoolControl>) {
     let ctx = control.ctx.clone();
-    let pools = controller.store();
-    // Those that the node declares, and those that it was a member of.
-    let touched = move |node: Node| {
-        let name = node.metadata.name.clone().unwrap_or_default();
-        let declared = node.status.map(|status| status.pools).unwrap_or_default();
-        let is_touched = |pool: &Arc<StoragePool>| {
-            let id = pool.metadata.name.as_deref().unwrap_or_default();
-            declared.iter().any(|declared| declared.id.as_str() == id)
-                || pool.status.iter().flat_map(|s| &s.members).any(|member| member.node.as_str() == name)
-        };
-        pools
-            .state()
-            .iter()
-            .filter(|pool| is_touched(pool))
-            .map(|pool| ObjectRef::from_obj(&**pool))
-            .collect::<Vec<_>>()
-    };
+    let declared = Mutex::new(HashMap::new());
+    let touched = move |node: Node| pools_of(&node, &declared);
     controller
         .with_config(Config::default().concurrency(4))
         .watches(Api::<Node>::all(ctx.client.clone()), watcher::Config::default(), touched)
@@ -93,15 +78,20 @@ pub async fn run(controller: Controller<StoragePool>, control: Arc<PoolControl>)
         .await;
 }
 
+/// The pools that the node declares, and those that it declared when it was last seen.
+fn pools_of(node: &Node, declared: &Mutex<HashMap<String, Vec<PoolId>>>) -> Vec<ObjectRef<StoragePool>> {
+    let name = node.metadata.name.clone().unwrap_or_default();
+    let now: Vec<_> = node.status.iter().flat_map(|status| &status.pools).map(|pool| pool.id.clone()).collect();
+    let before = declared.lock().expect("no holder of this lock panics").insert(name, now.clone()).unwrap_or_default();
+    let gone = before.into_iter().filter(|pool| !now.contains(pool)).collect::<Vec<_>>();
+    now.iter().chain(&gone).map(|pool| ObjectRef::new(pool.as_str())).collect()
+}
+
 fn retry(pool: Arc<StoragePool>, error: &WriteError, control: Arc<PoolControl>) -> Action {
+    control.ctx.end_if_overtaken(error);
     match error {
         WriteError::Conflict { .. } => Action::requeue(Duration::from_millis(50)),
-        WriteError::Gone { .. } => Action::await_change(),
-        WriteError::StaleTerm { .. } => {
-            tracing::error!(%error, "a newer leader writes: this one ends");
-            control.ctx.stop.cancel();
-            Action::await_change()
-        }
+        WriteError::Gone { .. } | WriteError::StaleTerm { .. } => Action::await_change(),
         WriteError::Refused { .. } | WriteError::Unknown { .. } => {
             tracing::error!(pool = pool.metadata.name.as_deref(), %error, "failed to write the status of a storage pool");
             Action::requeue(Duration::from_secs(5))
@@ -118,9 +108,9 @@ async fn reconcile(pool: Arc<StoragePool>, control: Arc<PoolControl>) -> Result<
     metrics::counter!("kibotos_reconciles_total", "kind" => "StoragePool").increment(1);
     let name = pool.metadata.name.clone().unwrap_or_default();
     let Ok(id) = name.parse::<PoolId>() else { return Ok(Action::await_change()) };
-    let mut nodes = control.nodes.state();
-    nodes.sort_by(|a, b| a.metadata.name.cmp(&b.metadata.name));
-    let declarations: Vec<_> = nodes.iter().filter_map(|node| declaration(node, &name)).collect();
+    let nodes = control.nodes.state();
+    let mut declarations: Vec<_> = nodes.iter().filter_map(|node| declaration(node, &name)).collect();
+    declarations.sort_by(|a, b| a.node.cmp(&b.node));
     let status = compute(&pool, &declarations, control.usage.of_pool(&id), &Time(Timestamp::now()));
     if pool.status.as_ref() == Some(&status) {
         return Ok(Action::requeue(PERIOD));
