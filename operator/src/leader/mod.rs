@@ -28,7 +28,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     clock::boottime,
-    guarded::{Guarded, Termed as _},
+    guarded::{Guarded, Termed},
 };
 use decide::{Step, Watched, decide, term_of};
 
@@ -192,7 +192,7 @@ async fn highest_term_in<K: Guarded>(client: &Client) -> Result<Term, kube::Erro
             Err(kube::Error::Api(status)) if status.code == 404 => return Ok(highest),
             Err(error) => return Err(error),
         };
-        let terms = page.items.iter().filter_map(|object| object.status().and_then(|status| status.term()));
+        let terms = page.items.iter().filter_map(|object| object.status().and_then(Termed::term));
         highest = terms.max().unwrap_or_default().max(highest);
         match page.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(token) => params.continue_token = Some(token),

@@ -156,6 +156,7 @@ fn touched(receiver: broadcast::Receiver<NodeId>) -> impl stream::Stream<Item = 
     })
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "the controller calls it so")]
 fn retry(node: Arc<Node>, error: &WriteError, _: Arc<NodeControl>) -> Action {
     match error {
         WriteError::Conflict { .. } => Action::requeue(Duration::from_millis(50)),

@@ -37,12 +37,11 @@ pub async fn run(
             () = session.over.cancelled() => return,
             event = events.recv() => {
                 let Some(event) = event else { return };
-                match lanes.get_mut(&event.instance_id) {
-                    Some(queue) => queue.push_back(event),
-                    None => {
-                        lanes.insert(event.instance_id.clone(), VecDeque::new());
-                        working.push(start(event));
-                    }
+                if let Some(queue) = lanes.get_mut(&event.instance_id) {
+                    queue.push_back(event);
+                } else {
+                    lanes.insert(event.instance_id.clone(), VecDeque::new());
+                    working.push(start(event));
                 }
             }
             Some(done) = working.next(), if !working.is_empty() => {

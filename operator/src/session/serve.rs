@@ -280,7 +280,7 @@ async fn is_proven_absent(
         match leading.desired.proves_absent(&session.node, incarnation, instance, workspace_uid).await {
             Ok(absent) => return absent,
             Err(retry) => {
-                tracing::warn!(node = %session.node, %instance, %retry, "cannot prove yet whether an Instance belongs to the node")
+                tracing::warn!(node = %session.node, %instance, %retry, "cannot prove yet whether an Instance belongs to the node");
             }
         }
         tokio::select! {

@@ -87,6 +87,7 @@ fn pools_of(node: &Node, declared: &Mutex<HashMap<String, Vec<PoolId>>>) -> Vec<
     now.iter().chain(&gone).map(|pool| ObjectRef::new(pool.as_str())).collect()
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "the controller calls it so")]
 fn retry(pool: Arc<StoragePool>, error: &WriteError, control: Arc<PoolControl>) -> Action {
     control.ctx.end_if_overtaken(error);
     match error {
