@@ -58,6 +58,8 @@ impl LocalCluster {
             .flag("session-name", "127.0.0.1,localhost")
             // This cluster runs one at a time, so one that was killed need not be waited for.
             .flag("identity", "local")
+            // Nor does another one wait to take over; so an API server that is away for long does not end it.
+            .flag("lease-seconds", "60")
             // No kube-proxy here: the API server resolves the aggregated API by this name instead.
             .flag("api-service-external-name", "localhost"))
     }
