@@ -46,15 +46,24 @@ pub async fn release(deps: &Deps, launch: &Launch, directory: &InstanceDir, endi
     .await;
 }
 
-/// Makes an event, however long that takes; one that can be spared is dropped when there are too many.
+/// Makes an event that can be spared: when it cannot be stored, that is said and nothing waits for it.
+pub async fn try_append(deps: &Deps, launch: &Launch, kind: Kind) {
+    let (spool, instance, workspace) = (deps.spool.clone(), launch.instance(), launch.workspace.uid.clone());
+    let appended = tokio::task::spawn_blocking(move || spool.append(instance, &workspace, kind)).await;
+    match appended {
+        Ok(Ok(_)) => {}
+        Ok(Err(error)) => tracing::warn!(%instance, %error, "an event is dropped"),
+        Err(error) => tracing::error!(%instance, %error, "an event is dropped"),
+    }
+}
+
+/// Makes an event, however long that takes.
 pub async fn append(deps: &Deps, launch: &Launch, kind: Kind) {
     until_done("store an event", launch, || {
         let (deps, launch, kind) = (deps.clone(), launch.clone(), kind.clone());
         move || match deps.spool.append(launch.instance(), &launch.workspace.uid, kind) {
-            Err(error @ (SpoolError::Full { .. } | SpoolError::Ended { .. })) => {
-                tracing::debug!(%error, "an event is dropped");
-                Ok(())
-            }
+            // An earlier daemon told it and was killed before it could note that.
+            Err(SpoolError::Ended { .. }) => Ok(()),
             result => result.map(drop),
         }
     })

@@ -211,7 +211,7 @@ impl Task {
                     && let Some(entrypoint) = &ready.entrypoint
                     && let Some(kind) = self.entrypoint_ended(entrypoint).await
                 {
-                    self.tell(kind).await;
+                    releasing::try_append(&self.inner.deps, &self.launch, kind).await;
                 }
                 Input::Connected(vm::condition(&reply, &self.launch.instance().to_string()))
             }
@@ -277,7 +277,8 @@ impl Task {
                     vm.kill();
                 }
             }
-            Action::Tell(kind) => self.tell(kind).await,
+            // Of these there can be any number, and an order to stop must not wait behind a full disk.
+            Action::Tell(kind) => releasing::try_append(&self.inner.deps, &self.launch, kind).await,
         }
     }
 

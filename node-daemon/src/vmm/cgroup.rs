@@ -50,6 +50,8 @@ pub struct Cgroups {
 pub struct Limits {
     /// Absent: as much as the host gives.
     pub cpu: Option<MilliCpu>,
+    /// What it gets of a host that is short of CPU, in proportion to the others.
+    pub cpu_share: MilliCpu,
     /// Guest memory and the VMM's own.
     pub memory: Bytes,
 }
@@ -117,7 +119,16 @@ impl Cgroup {
             self.enable_controllers()?;
         }
         self.limit_memory(limits.memory)?;
+        self.share_cpu(limits.cpu_share)?;
         self.limit_cpu(limits.cpu)
+    }
+
+    fn share_cpu(&self, share: MilliCpu) -> Result<(), CgroupError> {
+        let shares = shares(share);
+        match self.version {
+            Version::V1 => write(&self.cpu.join("cpu.shares"), &shares.to_string()),
+            Version::V2 => write(&self.cpu.join("cpu.weight"), &weight(shares).to_string()),
+        }
     }
 
     /// Changes the CPU limit of what runs.
@@ -201,6 +212,16 @@ fn quota(cpu: MilliCpu) -> (u64, u64) {
     ((cpu.0.saturating_mul(period) / 1000).max(MIN_QUOTA_MICROS), period)
 }
 
+/// As Kubernetes counts them: 1024 for each core.
+fn shares(cpu: MilliCpu) -> u64 {
+    (cpu.0.saturating_mul(1024) / 1000).clamp(2, 262_144)
+}
+
+/// The range of v1's shares (2 to 262144) on that of v2's weights (1 to 10000), as Kubernetes maps it.
+fn weight(shares: u64) -> u64 {
+    1 + (shares - 2) * 9999 / 262_142
+}
+
 fn make_directory(directory: &Path) -> Result<(), CgroupError> {
     // Another Instance's removal may take an empty level away between its making and ours.
     let mut attempts = 0;
@@ -247,6 +268,13 @@ mod tests {
         }
     }
 
+    #[test]
+    fn shares_stay_within_what_the_kernel_takes() {
+        for (milli, expected) in [(1, (2, 1)), (1000, (1024, 39)), (1_024_000, (262_144, 10_000))] {
+            assert_eq!((shares(MilliCpu(milli)), weight(shares(MilliCpu(milli)))), expected, "{milli}m");
+        }
+    }
+
     /// The files of a hierarchy, as plain files.
     fn fake(directories: &[&str]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
@@ -261,7 +289,7 @@ mod tests {
         fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
     }
 
-    const LIMITS: Limits = Limits { cpu: Some(MilliCpu(1500)), memory: Bytes::mib(320) };
+    const LIMITS: Limits = Limits { cpu: Some(MilliCpu(1500)), cpu_share: MilliCpu(1500), memory: Bytes::mib(320) };
 
     #[test]
     fn version_2_has_one_directory_and_hands_its_controllers_down() {
@@ -272,6 +300,7 @@ mod tests {
         cgroup.create(LIMITS).unwrap();
         let own = root.join("kibotos/node-1/inst-x");
         assert_eq!(read(&own.join("cpu.max")), "150000 100000");
+        assert_eq!(read(&own.join("cpu.weight")), "59");
         assert_eq!(read(&own.join("memory.max")), (320 << 20).to_string());
         for above in ["", "kibotos", "kibotos/node-1"] {
             assert_eq!(read(&root.join(above).join("cgroup.subtree_control")), "+cpu +memory", "{above:?}");
@@ -301,6 +330,7 @@ mod tests {
         ];
         assert_eq!(cgroup.joins(), joins.map(|file| root.join(file)));
         assert_eq!(read(&root.join("cpu/kibotos/node-1/inst-x/cpu.cfs_quota_us")), "150000");
+        assert_eq!(read(&root.join("cpu/kibotos/node-1/inst-x/cpu.shares")), "1536");
         fs::write(
             root.join("memory/kibotos/node-1/inst-x/memory.oom_control"),
             "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",

@@ -180,7 +180,7 @@ impl Vmm {
             Acceleration::Tcg { .. } => Bytes(TCG_CODE_MIB << 20),
         };
         let memory = machine.memory_limit.checked_add(emulator).unwrap_or(machine.memory_limit);
-        Limits { cpu: Some(MilliCpu(machine.cpu.vcpus() * 1000)), memory }
+        Limits { cpu: Some(MilliCpu(machine.cpu.vcpus() * 1000)), cpu_share: machine.cpu, memory }
     }
 }
 
