@@ -67,7 +67,12 @@ async fn pump_output(guest: &Guest, mut opened: Opened, outgoing: mpsc::Sender<E
         };
         let (output, piece) = match event {
             ExecEvent::Output(output, data) => (output, data),
-            ExecEvent::Ended(end) => return drop(outgoing.send(ended(end)).await),
+            ExecEvent::Ended(end) => {
+                for output in ended(end) {
+                    let _ = outgoing.send(output).await;
+                }
+                return;
+            }
             ExecEvent::Lost => return drop(outgoing.send(ExecOutput::Failed(lost())).await),
         };
         let len = piece.len();
@@ -85,17 +90,27 @@ fn lost() -> StreamError {
     StreamError { failure: StreamFailure::GuestUnavailable, message }
 }
 
-fn ended(end: ProcessEnd) -> ExecOutput {
+/// What a client sees of the end. A program that cannot be run ends as in a shell: the reason on standard
+/// error, and a status that every client understands.
+fn ended(end: ProcessEnd) -> Vec<ExecOutput> {
     let number = |number: u32| i32::try_from(number).unwrap_or(i32::MAX);
+    let as_shell = |message: String, code| {
+        vec![ExecOutput::Stderr(Bytes::from(message + "\n")), ExecOutput::Exit(ExecExit::Code(code))]
+    };
     match end {
-        ProcessEnd::Code(code) => ExecOutput::Exit(ExecExit::Code(number(code))),
-        ProcessEnd::Signal(signal) => ExecOutput::Exit(ExecExit::Signal(number(signal))),
-        ProcessEnd::NotStarted(failure) => {
-            let kind = match failure.reason() {
-                v1::StartFailureReason::NotReady | v1::StartFailureReason::TooMany => StreamFailure::GuestUnavailable,
-                _ => StreamFailure::Invalid,
-            };
-            ExecOutput::Failed(StreamError { failure: kind, message: failure.message })
-        }
+        ProcessEnd::Code(code) => vec![ExecOutput::Exit(ExecExit::Code(number(code)))],
+        ProcessEnd::Signal(signal) => vec![ExecOutput::Exit(ExecExit::Signal(number(signal)))],
+        ProcessEnd::NotStarted(failure) => match failure.reason() {
+            v1::StartFailureReason::NotFound => as_shell(failure.message, 127),
+            v1::StartFailureReason::PermissionDenied => as_shell(failure.message, 126),
+            v1::StartFailureReason::NotReady | v1::StartFailureReason::TooMany => {
+                let message = failure.message;
+                vec![ExecOutput::Failed(StreamError { failure: StreamFailure::GuestUnavailable, message })]
+            }
+            _ => {
+                let message = failure.message;
+                vec![ExecOutput::Failed(StreamError { failure: StreamFailure::Invalid, message })]
+            }
+        },
     }
 }

@@ -150,6 +150,21 @@ async fn an_exec_carries_input_output_and_its_end() {
 }
 
 #[tokio::test]
+async fn a_program_that_is_not_there_ends_as_in_a_shell() {
+    let mut fixture = fixture();
+    let mut agent = fixture.connect().await;
+    let process = v1::Process { argv: vec!["nope".to_owned()], ..v1::Process::default() };
+    let mut exec = fixture.guest.exec(process, false).await.unwrap();
+    let v1::host_message::Kind::Exec(start) = agent.hear_message().await else { panic!("an exec") };
+    let reason = v1::StartFailureReason::NotFound.into();
+    let failure = v1::StartFailure { reason, message: "no such program".to_owned() };
+    let status = Some(kibo_guest_protocol::ProcessEnd::NotStarted(failure).into());
+    agent.say(v1::ExecExited { stream_id: start.stream_id, status }).await;
+    assert_eq!(exec.output.recv().await, Some(ExecOutput::Stderr(Bytes::from_static(b"no such program\n"))));
+    assert_eq!(exec.output.recv().await, Some(ExecOutput::Exit(ExecExit::Code(127))));
+}
+
+#[tokio::test]
 async fn an_exec_ends_with_its_connection() {
     let mut fixture = fixture();
     let mut agent = fixture.connect().await;
