@@ -277,8 +277,9 @@ impl One {
         let mut text = format!("{name} at {}", binding.mount_path);
         if let Some(volume) = &self.volume {
             let _ = write!(text, ", {}", volume.spec.size);
-            if let Some(pool) = volume.status.as_ref().and_then(|status| status.pool.as_ref()) {
-                let _ = write!(text, " in pool {pool}");
+            match volume.status.as_ref().and_then(|status| status.pool.as_ref()) {
+                Some(pool) => _ = write!(text, " in pool {pool}"),
+                None => text.push_str(", not made yet"),
             }
         } else if let Some(new) = &binding.new {
             let _ = write!(text, ", {}, not made yet", new.size);
