@@ -17,8 +17,10 @@ use super::{
 };
 use crate::streams::{Input, NodeStream, Output, OutputFrame};
 
-/// A client that went away without a word is noticed when it does not take a ping.
-const PING_EVERY: Duration = Duration::from_secs(5);
+/// A client that went away without a word is noticed when it does not take a sign of life. It is a pong that nobody
+/// asked for: client-go gives up after a minute without one, and its own pings wait behind the input that a slow
+/// command has not taken.
+const SIGN_EVERY: Duration = Duration::from_secs(5);
 /// How long a client may take to end its side after it was told how the command ended.
 const FAREWELL: Duration = Duration::from_secs(5);
 /// The same when the leadership ends, since the Lease waits for it.
@@ -132,12 +134,12 @@ impl ToClient {
             Channel::Error
         };
         self.send(Message::Binary(remote_command::encode(first, &[]))).await?;
-        let mut ping = interval_at(Instant::now() + PING_EVERY, PING_EVERY);
+        let mut sign = interval_at(Instant::now() + SIGN_EVERY, SIGN_EVERY);
         loop {
             let frame = tokio::select! {
                 frame = output.next() => frame,
-                _ = ping.tick() => {
-                    self.send(Message::Ping(axum::body::Bytes::new())).await?;
+                _ = sign.tick() => {
+                    self.send(Message::Pong(axum::body::Bytes::new())).await?;
                     continue;
                 }
             };
