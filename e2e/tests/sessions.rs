@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use kibo_crds::node::{NodePhase, NodeStatus};
-use kibo_crds::{Node, StoragePool};
+use kibo_crds::{InstanceId, Node, StoragePool};
 use kibo_e2e::suite::host::{Host, Session, dial, issue};
 use kibo_e2e::suite::{Place, Suite, eventually};
 use kibo_protocol::Secret;
@@ -284,6 +284,71 @@ async fn a_pool_with_another_marker_is_another_pool(place: Arc<Place>) -> Result
     Ok(())
 }
 
+async fn what_nobody_holds_is_torn_down_and_its_events_are_acked(place: Arc<Place>) -> Result<()> {
+    let host = Host::enroll(&place, "strangers").await?;
+    drop(host.session(None).await?);
+    becomes(&place, "strangers", "the session is over", |status| !is_alive(status)).await?;
+    let instance = |state: v1::InstanceState| v1::Instance {
+        instance_id: InstanceId::generate().to_string(),
+        workspace_uid: "6f9619ff-8b86-d011-b42d-00c04fc964ff".to_owned(),
+        state: state.into(),
+        last_seq: 3,
+    };
+    let (runs, ended) = (instance(v1::InstanceState::Running), instance(v1::InstanceState::Ended));
+    let hello = v1::Hello { instances: vec![runs.clone(), ended.clone()], ..host.hello(Some(1)) };
+    let mut session = host
+        .say(from_node::Message::Hello(hello))
+        .await?
+        .map_err(|refused| anyhow::anyhow!("refused: {}", refused.message))?;
+    session.confirm(&session.settings()).await?;
+    ensure!(session.ack.desired.is_empty());
+    let events = [3, 1, 2].map(|seq| v1::InstanceEvent {
+        instance_id: ended.instance_id.clone(),
+        workspace_uid: ended.workspace_uid.clone(),
+        seq,
+        unix_nanos: 0,
+        kind: Some(v1::instance_event::Kind::GuestResponsive(v1::GuestResponsive {})),
+    });
+    session.send(from_node::Message::Events(v1::Events { events: events.to_vec() })).await?;
+    let (mut torn_down, mut acked) = (Vec::new(), Vec::new());
+    while torn_down.is_empty() || acked.len() < 3 {
+        match session.receive().await?.context("the session ended")? {
+            to_node::Message::TearDown(tear_down) => torn_down.push(tear_down.instance_id),
+            to_node::Message::EventAck(ack) => acked.push((ack.instance_id, ack.seq)),
+            other => ensure!(matches!(other, to_node::Message::Settings(_)), "{other:?}"),
+        }
+    }
+    ensure!(torn_down == [runs.instance_id], "{torn_down:?}");
+    let in_order = [3, 1, 2].map(|seq| (ended.instance_id.clone(), seq));
+    ensure!(acked == in_order, "not in the order in which they were sent: {acked:?}");
+    Ok(())
+}
+
+async fn a_fleet_comes_at_once(place: Arc<Place>) -> Result<()> {
+    const HOSTS: usize = 60;
+    let begun = std::time::Instant::now();
+    let enroll = (0..HOSTS).map(|index| {
+        let place = place.clone();
+        async move { Host::enroll(&place, &format!("fleet-{index}")).await }
+    });
+    let hosts = futures::future::try_join_all(enroll).await?;
+    let enrolled = begun.elapsed();
+    let sessions = futures::future::try_join_all(hosts.iter().map(|host| host.session(None))).await?;
+    eprintln!("{HOSTS} hosts: enrolled after {enrolled:?}, all sessions open after {:?}", begun.elapsed());
+    for session in &sessions {
+        session.confirm(&session.settings()).await?;
+    }
+    let ready = async || {
+        let nodes = place.all::<Node>().list(&kube::api::ListParams::default()).await?;
+        let is_ready = |node: &&Node| {
+            node.metadata.name.as_deref().is_some_and(|name| name.starts_with("fleet-"))
+                && node.status.as_ref().is_some_and(|status| status.phase == Some(NodePhase::Ready) && is_alive(status))
+        };
+        Ok((nodes.iter().filter(is_ready).count() == HOSTS).then_some(()))
+    };
+    eventually("the whole fleet is ready", SOON, ready).await
+}
+
 fn main() -> ExitCode {
     Suite::with_operator()
         .test("a_token_makes_one_node_once", a_token_makes_one_node_once)
@@ -303,6 +368,11 @@ fn main() -> ExitCode {
         .test("settings_follow_the_spec_and_must_be_confirmed", settings_follow_the_spec_and_must_be_confirmed)
         .test("a_control_plane_that_went_back_steers_nobody", a_control_plane_that_went_back_steers_nobody)
         .test("who_does_not_begin_with_a_hello_is_closed", who_does_not_begin_with_a_hello_is_closed)
+        .test(
+            "what_nobody_holds_is_torn_down_and_its_events_are_acked",
+            what_nobody_holds_is_torn_down_and_its_events_are_acked,
+        )
+        .test("a_fleet_comes_at_once", a_fleet_comes_at_once)
         .test("a_pool_with_another_marker_is_another_pool", a_pool_with_another_marker_is_another_pool)
         .run()
 }

@@ -1,6 +1,6 @@
 //! Opens sessions: reads, decides, commits, and only then enters the session into the registry.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use kibo_crds::{Incarnation, Node, NodeId, node::NodeStatus};
 use kibo_protocol::v1::{self, SessionRefusal};
@@ -17,6 +17,8 @@ use crate::{
     node::{NodeControl, Refused, compute_status, effective_settings},
 };
 
+/// A host waits for it, and holds the place of others that come.
+const READ_WITHIN: Duration = Duration::from_secs(10);
 /// Attempts to commit a session while others write the Node.
 const ATTEMPTS: usize = 8;
 
@@ -58,7 +60,9 @@ pub fn revision_of(resource_version: Option<&str>) -> Option<u64> {
 /// A quorum read of one Node, and the revision of the whole control plane at that moment. A list by name
 /// costs the API server what a get costs, and its resourceVersion is that of the store.
 pub async fn read_node(api: &Api<Node>, id: &NodeId) -> Result<(Option<Node>, Option<u64>), kube::Error> {
-    let list = api.list(&ListParams::default().fields(&format!("metadata.name={id}"))).await?;
+    let params = ListParams::default().fields(&format!("metadata.name={id}"));
+    let list = tokio::time::timeout(READ_WITHIN, api.list(&params)).await;
+    let list = list.map_err(|_| kube::Error::Service("the API server did not answer in time".into()))??;
     let revision = revision_of(list.metadata.resource_version.as_deref());
     Ok((list.items.into_iter().next(), revision))
 }
@@ -93,6 +97,7 @@ pub async fn open(leading: &Leading, hello: &Hello) -> Result<Opened, Refusal> {
         if let Some(old) = existing {
             ctx.registry.remove(&old);
             old.end(SessionRefusal::Replaced, "a newer session of the same life took over");
+            leading.streams.session_ended(&hello.node);
         }
         if let Some(opened) = commit(leading, hello, &node, revision, incarnation, minted).await? {
             return Ok(opened);

@@ -212,9 +212,13 @@ async fn handle(
 
 /// In this order: out of the registry, closed; `alive=false` comes after it.
 fn end(leading: &Leading, session: &Session) {
-    leading.nodes.ctx.registry.remove(session);
+    let registry = &leading.nodes.ctx.registry;
+    let was_current = registry.remove(session);
     session.close();
-    leading.streams.session_ended(&session.node);
+    // Streams that were asked for on a session that took this one's place go on.
+    if was_current || registry.get(&session.node).is_none() {
+        leading.streams.session_ended(&session.node);
+    }
     tracing::info!(node = %session.node, session = session.id, "session ended");
 }
 
