@@ -162,6 +162,7 @@ impl LocalCluster {
         }
         let config = toml::to_string(&self.config_of(node)).expect("a config has no unserializable part");
         pki::write(&dir.join("config.toml"), config.as_bytes())?;
+        self.share_proof(node)?;
         if !dir.join("state/credentials.json").exists() {
             self.grant(id, &dir).await?;
         }
@@ -198,6 +199,23 @@ impl LocalCluster {
                 token_file: dir.join("enroll.token"),
             },
         }
+    }
+
+    /// A daemon boots a guest to prove that its accelerator works, once for each boot of the host. All
+    /// nodes of a local cluster are on one host: what one has proved is proved for the next. The daemon
+    /// looks itself whether the proof is of the same accelerator and files.
+    fn share_proof(&self, node: &LocalNode) -> Result<(), ClusterError> {
+        let proof = |id: &str| self.layout().node(id).join("state").join("accelerator.json");
+        let own = proof(&node.id);
+        let others = self.recorded().nodes.into_iter().map(|other| proof(&other.id));
+        let Some(known) = others.filter(|path| *path != own).find_map(|path| fs::read(path).ok()) else {
+            return Ok(());
+        };
+        if !own.exists() {
+            super::cluster::make_private(&self.layout().node(&node.id).join("state"))?;
+            pki::write(&own, &known)?;
+        }
+        Ok(())
     }
 
     /// Initialises a pool whose directory is not there or empty, and leaves any other as it is.

@@ -226,8 +226,10 @@ impl Place {
         /// No single command of a test takes longer, so one that hangs fails by its own name.
         const LIMIT: Duration = Duration::from_secs(120);
         command
+            // After the verb: kubectl takes no flag before the name of a plugin.
+            .args(args.first())
             .args(["-n", &self.namespace])
-            .args(args)
+            .args(args.iter().skip(1))
             .env("KUBECONFIG", self.cluster.layout().kubeconfig())
             .env("PATH", path_with(&self.cluster.layout().bin()))
             .stdin(Stdio::piped())

@@ -67,16 +67,22 @@ impl Place {
         self.create(manifest).await.map(drop).with_context(|| format!("failed to create Workspace {name}"))
     }
 
-    /// Changes the power request of a Workspace; null takes a field away.
+    /// Replaces the power request of a Workspace.
     pub async fn power(&self, name: &str, power: Value) -> Result<()> {
+        // A merge keeps what it does not name: what the new request does not have is taken away.
+        let mut replaced = json!({"requestId": null, "stopMode": null, "node": null, "whenUnplaceable": null});
+        if let (Some(all), Value::Object(given)) = (replaced.as_object_mut(), power) {
+            all.extend(given);
+        }
         let api: Api<Workspace> = self.api();
-        api.patch(name, &PatchParams::default(), &Patch::Merge(json!({"spec": {"power": power}}))).await?;
+        api.patch(name, &PatchParams::default(), &Patch::Merge(json!({"spec": {"power": replaced}}))).await?;
         Ok(())
     }
 
     /// Waits until a Workspace is available, and says at once when it has failed instead.
     pub async fn available(&self, name: &str) -> Result<Workspace> {
-        let settled = |it: &Workspace| is_available(it) || has_failed(it);
+        // An earlier failure stands until the new request is consumed.
+        let settled = |it: &Workspace| is_available(it) || (has_failed(it) && it.is_power_request_consumed());
         let workspace = self.workspace(name, "is available", START, settled).await?;
         ensure!(is_available(&workspace), "{name} failed: {}", why(&workspace));
         Ok(workspace)
