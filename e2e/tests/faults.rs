@@ -17,8 +17,8 @@ fn main() -> ExitCode {
         .test("a_killed_vm_is_seen_within_three_seconds", killed_vm)
         .test("a_killed_daemon_finds_its_guest_again", killed_daemon)
         .test("a_vm_that_ended_without_its_daemon_is_reported", vm_ends_without_daemon)
-        .test("a_killed_operator_finishes_what_was_asked", killed_operator)
-        .test("a_restarted_api_server_loses_nothing", restarted_apiserver)
+        .alone("a_killed_operator_finishes_what_was_asked", killed_operator)
+        .alone("a_restarted_api_server_loses_nothing", restarted_apiserver)
         .run()
 }
 

@@ -52,8 +52,10 @@ impl ProcessId {
     /// The process that has this pid now, unless it has ended already.
     pub fn of(pid: i32) -> Option<Self> {
         let stat = procfs::process::Process::new(pid).ok()?.stat().ok()?;
-        // A zombie only waits for its parent to look: it holds nothing any more.
-        (!matches!(stat.state, 'Z' | 'X')).then_some(Self { pid, start_ticks: stat.starttime })
+        // A zombie only waits for its parent to look; but while it has threads these still hold its
+        // files and ports.
+        let ended = matches!(stat.state, 'Z' | 'X') && stat.num_threads <= 1;
+        (!ended).then_some(Self { pid, start_ticks: stat.starttime })
     }
 
     pub fn is_alive(self) -> bool {

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use anyhow::{Context as _, Result};
 use libtest_mimic::{Arguments, Failed, Trial};
 use tokio::runtime::Runtime;
-use tokio::sync::OnceCell;
+use tokio::sync::{OnceCell, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::local::{Component, LocalCluster, Need, Programs, Progress, leftovers};
 
@@ -32,7 +32,14 @@ type TestFn = Arc<dyn Fn(Arc<Place>) -> BoxFuture<Result<()>> + Send + Sync>;
 /// The tests of one file.
 pub struct Suite {
     need: Need,
-    tests: Vec<(&'static str, TestFn)>,
+    tests: Vec<Test>,
+}
+
+struct Test {
+    name: &'static str,
+    run: TestFn,
+    /// No other test runs meanwhile.
+    alone: bool,
 }
 
 /// What the tests of one process share.
@@ -40,6 +47,13 @@ struct Shared {
     need: Need,
     root: PathBuf,
     cluster: OnceCell<Arc<LocalCluster>>,
+    turns: RwLock<()>,
+}
+
+/// A test's turn, with others or alone.
+enum Turn<'a> {
+    Alone(#[expect(dead_code, reason = "held, not read")] RwLockWriteGuard<'a, ()>),
+    Together(#[expect(dead_code, reason = "held, not read")] RwLockReadGuard<'a, ()>),
 }
 
 impl Suite {
@@ -60,12 +74,31 @@ impl Suite {
 
     /// Adds a test; its name is a sentence in snake case, like that of any other test.
     #[must_use]
-    pub fn test<F, R>(mut self, name: &'static str, test: F) -> Self
+    pub fn test<F, R>(self, name: &'static str, test: F) -> Self
     where
         F: Fn(Arc<Place>) -> R + Send + Sync + 'static,
         R: Future<Output = Result<()>> + Send + 'static,
     {
-        self.tests.push((name, Arc::new(move |place| Box::pin(test(place)))));
+        self.with(name, test, false)
+    }
+
+    /// Adds a test that breaks what all share: it runs while no other does.
+    #[must_use]
+    pub fn alone<F, R>(self, name: &'static str, test: F) -> Self
+    where
+        F: Fn(Arc<Place>) -> R + Send + Sync + 'static,
+        R: Future<Output = Result<()>> + Send + 'static,
+    {
+        self.with(name, test, true)
+    }
+
+    fn with<F, R>(mut self, name: &'static str, test: F, alone: bool) -> Self
+    where
+        F: Fn(Arc<Place>) -> R + Send + Sync + 'static,
+        R: Future<Output = Result<()>> + Send + 'static,
+    {
+        let run: TestFn = Arc::new(move |place| Box::pin(test(place)));
+        self.tests.push(Test { name, run, alone });
         self
     }
 
@@ -75,12 +108,12 @@ impl Suite {
         let runtime = Arc::new(Runtime::new().expect("failed to start the async runtime"));
         // Short, because sockets live below it and their paths may have 107 bytes only.
         let root = env::temp_dir().join(format!("kibo-e2e-{}", std::process::id()));
-        let shared = Arc::new(Shared { need: self.need, root, cluster: OnceCell::new() });
+        let shared = Arc::new(Shared { need: self.need, root, cluster: OnceCell::new(), turns: RwLock::default() });
         runtime.spawn(end_on_signal(shared.clone()));
-        let trials = self.tests.into_iter().map(|(name, test)| {
+        let trials = self.tests.into_iter().map(|test| {
             let (runtime, shared) = (runtime.clone(), shared.clone());
-            Trial::test(name, move || {
-                let outcome = runtime.block_on(shared.run(name, test));
+            Trial::test(test.name, move || {
+                let outcome = runtime.block_on(shared.run(test));
                 // The chain of causes; a backtrace would only show this harness.
                 outcome.map_err(|error| Failed::from(format!("{error:#}")))
             })
@@ -97,10 +130,15 @@ impl Suite {
 }
 
 impl Shared {
-    async fn run(&self, name: &'static str, test: TestFn) -> Result<()> {
+    async fn run(&self, test: Test) -> Result<()> {
+        // Held to the end of the test.
+        let _turn = match test.alone {
+            true => Turn::Alone(self.turns.write().await),
+            false => Turn::Together(self.turns.read().await),
+        };
         let cluster = self.cluster.get_or_try_init(|| self.start()).await?;
-        let place = Arc::new(Place::begin(cluster.clone(), name).await?);
-        let outcome = test(place.clone()).await;
+        let place = Arc::new(Place::begin(cluster.clone(), test.name).await?);
+        let outcome = (test.run)(place.clone()).await;
         if outcome.is_err() {
             place.explain().await;
         }
