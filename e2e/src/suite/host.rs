@@ -80,6 +80,7 @@ impl Host {
     }
 
     /// The same host after a restart of the operator, or with another replica.
+    #[must_use]
     pub fn through(&self, client: NodeControlClient<Channel>) -> Self {
         Self { client, ..self.clone() }
     }

@@ -132,10 +132,8 @@ impl Suite {
 impl Shared {
     async fn run(&self, test: Test) -> Result<()> {
         // Held to the end of the test.
-        let _turn = match test.alone {
-            true => Turn::Alone(self.turns.write().await),
-            false => Turn::Together(self.turns.read().await),
-        };
+        let _turn =
+            if test.alone { Turn::Alone(self.turns.write().await) } else { Turn::Together(self.turns.read().await) };
         let cluster = self.cluster.get_or_try_init(|| self.start()).await?;
         let place = Arc::new(Place::begin(cluster.clone(), test.name).await?);
         let outcome = (test.run)(place.clone()).await;
