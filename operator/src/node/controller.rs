@@ -209,6 +209,9 @@ fn steer(id: &NodeId, node: &Node, control: &NodeControl) {
         session.end(SessionRefusal::Retired, "this node is retired for ever: use a new node id for this host");
         return;
     }
+    if session.relabel(node.metadata.labels.as_ref()) {
+        control.ctx.registry.notify();
+    }
     let wanted = effective(&node.spec, &control.ctx.overcommit.get());
     let revision = revision_of(node.metadata.resource_version.as_deref()).unwrap_or_default();
     if session.push_settings(wanted, revision) {

@@ -93,6 +93,16 @@ impl NodeIndex {
         self.facts(node).void(incarnation)
     }
 
+    /// Nodes that have lived and may come back.
+    pub fn expected(&self) -> Vec<NodeId> {
+        let facts = self.facts.read().expect("no holder of this lock panics");
+        facts
+            .iter()
+            .filter(|(_, facts)| facts.incarnation.is_some() && !facts.retired)
+            .map(|(id, _)| id.clone())
+            .collect()
+    }
+
     /// Takes in what some read or write of the Node showed.
     pub fn observe(&self, node: &Node) {
         let Some(id) = node.metadata.name.as_deref().and_then(|name| name.parse::<NodeId>().ok()) else { return };

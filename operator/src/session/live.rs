@@ -77,6 +77,8 @@ pub struct LastReport {
 /// What changes during a session.
 #[derive(Debug)]
 pub struct State {
+    /// What a node selector sees.
+    pub labels: BTreeMap<String, String>,
     pub pools: Vec<DeclaredPool>,
     pub settings: SentSettings,
     pub report: Option<LastReport>,
@@ -112,7 +114,8 @@ pub struct Session {
     pub started_at: Time,
     pub term: Term,
     pub capacity: Capacity,
-    pub labels: BTreeMap<String, String>,
+    /// The host's own; those that people gave the Node stand above them, in the state.
+    host_labels: BTreeMap<String, String>,
     /// Cancelled when the session is over, for whatever reason.
     pub over: CancellationToken,
     outbound: mpsc::Sender<v1::ToNode>,
@@ -155,10 +158,11 @@ impl Session {
             started_at: Time(Timestamp::now()),
             term: new.term,
             capacity: new.capacity,
-            labels: new.labels,
+            host_labels: new.labels.clone(),
             over: CancellationToken::new(),
             outbound,
             state: Mutex::new(State {
+                labels: new.labels,
                 pools: new.pools,
                 settings: SentSettings {
                     settings: new.settings,
@@ -243,6 +247,16 @@ impl Session {
 
     pub fn forget_command(&self, command_id: &str) {
         lock(&self.commands).remove(command_id);
+    }
+
+    /// Puts the labels of the Node over those of its host. Returns whether anything changed.
+    pub fn relabel(&self, node: Option<&BTreeMap<String, String>>) -> bool {
+        let mut labels = self.host_labels.clone();
+        labels.extend(node.cloned().unwrap_or_default());
+        let mut state = self.state();
+        let changed = state.labels != labels;
+        state.labels = labels;
+        changed
     }
 
     /// Sends settings when they differ from those that were sent last. The revision only grows.

@@ -124,11 +124,12 @@ async fn commit(
         version: hello.version.clone(),
         term: ctx.term,
         capacity: hello.capacity,
-        labels: labels_of(hello, node),
+        labels: hello.labels.clone(),
         pools: hello.pools.clone(),
         settings: effective_settings(&node.spec, &ctx.overcommit.get()),
         settings_revision: revision.unwrap_or_default() + 1,
     });
+    session.relabel(node.metadata.labels.as_ref());
     let status = status_with(leading, node, &session);
     let committed = match leading.nodes.write(&hello.node, node, status).await {
         Ok(committed) => committed,
@@ -155,13 +156,6 @@ fn status_with(leading: &Leading, node: &Node, session: &Session) -> NodeStatus 
     node.status.get_or_insert_default().incarnation = Some(session.incarnation);
     let observed = leading.nodes.observe(&session.node, &node);
     compute_status(&crate::node::Observed { live: Some(session.view()), refused: None, orphaned: false, ..observed })
-}
-
-/// The host's labels under those that people gave the Node.
-fn labels_of(hello: &Hello, node: &Node) -> std::collections::BTreeMap<String, String> {
-    let mut labels = hello.labels.clone();
-    labels.extend(node.metadata.labels.clone().unwrap_or_default());
-    labels
 }
 
 /// Who shows a wrong key is not the node, and writes nothing into its conditions.

@@ -296,7 +296,7 @@ fn snapshot_of(session: &Session) -> NodeSnapshot {
         id: session.node.clone(),
         incarnation: session.incarnation,
         session_id: session.id.clone(),
-        labels: session.labels.clone(),
+        labels: state.labels.clone(),
         capacity: session.capacity,
         settings: state.settings.settings,
         settings_confirmed: state.settings.confirmed,

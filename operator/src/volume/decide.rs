@@ -30,6 +30,8 @@ pub struct Sight<'a> {
     pub bound_to: Owner,
     /// The Workspace in `status.grantedFor`.
     pub granted_for: Owner,
+    /// The Workspace that the Volume was made with.
+    pub created_for: Owner,
     pub cluster: &'a dyn Cluster,
     pub now: Time,
 }
@@ -63,8 +65,11 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
     if !volume.finalizers().iter().any(|finalizer| finalizer == VOLUME_FINALIZER) {
         return Decision { status: None, action: if is_deleting { Action::Rest } else { Action::AddFinalizer } };
     }
+    if volume.status.is_none() && sight.created_for != Owner::Gone && !is_deleting {
+        // Its Workspace binds it at once: a status before that would only be in the way.
+        return Decision { status: None, action: Action::Rest };
+    }
     let mut status = volume.status.clone().unwrap_or_default();
-    status.observed_generation = volume.metadata.generation;
     if sight.bound_to == Owner::Gone {
         status.bound_to = None;
     }
@@ -134,31 +139,35 @@ fn delete(sight: &Sight<'_>, status: &mut VolumeStatus) -> (Action, Option<Strin
 }
 
 fn finish(sight: &Sight<'_>, mut status: VolumeStatus, action: Action, wait: Option<String>) -> Decision {
-    let volume = sight.volume;
+    complete(sight.volume, &mut status, wait, &sight.now);
+    let changed = Some(&status) != sight.volume.status.as_ref();
+    Decision { status: changed.then(|| Box::new(status)), action }
+}
+
+/// Makes phase and conditions agree with the rest, so that one write says it all.
+pub fn complete(volume: &Volume, status: &mut VolumeStatus, wait: Option<String>, now: &Time) {
     let is_deleting = volume.metadata.deletion_timestamp.is_some();
     let (is_made, is_bound) = (status.size.is_some(), status.bound_to.is_some());
+    status.observed_generation = volume.metadata.generation;
     status.phase = Some(match (is_deleting, is_bound, is_made) {
         (true, ..) => VolumePhase::Deleting,
         (false, true, _) => VolumePhase::Bound,
         (false, false, true) => VolumePhase::Available,
         (false, false, false) => VolumePhase::Pending,
     });
-    let message = wait.unwrap_or_default();
     let created = if is_made { ("ImageExists", "") } else { ("NotMade", "its image is made at the first start") };
-    let bound = match &status.bound_to {
-        Some(bound) if is_deleting => {
+    let bound = match (&status.bound_to, wait) {
+        (Some(bound), _) if is_deleting => {
             ("InUse", format!("is deleted once Workspace {} is deleted, which binds it", bound.name))
         }
-        Some(bound) => ("Bound", format!("to Workspace {}", bound.name)),
-        None if message.is_empty() => ("NotBound", String::new()),
-        None => ("Waiting", message),
+        (Some(bound), _) => ("Bound", format!("to Workspace {}", bound.name)),
+        (None, None) => ("NotBound", String::new()),
+        (None, Some(wait)) => ("Waiting", wait),
     };
-    let generation = volume.metadata.generation;
-    let set = |status: &mut VolumeStatus, kind, is, reason: &str, message: &str| {
-        set_condition(&mut status.conditions, condition(kind, Some(is), reason, message, generation, &sight.now));
+    let mut set = |kind, is, reason: &str, message: &str| {
+        let condition = condition(kind, Some(is), reason, message, volume.metadata.generation, now);
+        set_condition(&mut status.conditions, condition);
     };
-    set(&mut status, ConditionType::Created, is_made, created.0, created.1);
-    set(&mut status, ConditionType::Bound, is_bound, bound.0, &bound.1);
-    let changed = Some(&status) != volume.status.as_ref();
-    Decision { status: changed.then(|| Box::new(status)), action }
+    set(ConditionType::Created, is_made, created.0, created.1);
+    set(ConditionType::Bound, is_bound, bound.0, &bound.1);
 }

@@ -17,7 +17,7 @@ use crate::{
         event::{ObjectFact, volume_fact},
         launch,
         reconcile::{RETRY, Step, StepError, command_id, write_volume},
-        sight::Cluster as _,
+        sight::{CREATED_FOR, Cluster as _},
         world::{World, now},
     },
 };
@@ -63,6 +63,7 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
         volume: &volume,
         bound_to: owner(world, status.bound_to.as_ref().map(|bound| bound.uid.as_str()), None),
         granted_for: owner(world, granted.map(|g| g.workspace_uid.as_str()), granted.map(|g| g.instance_id)),
+        created_for: owner(world, volume.labels().get(CREATED_FOR).map(String::as_str), None),
         cluster: &**world,
         now: now(),
     };

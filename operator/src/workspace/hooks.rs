@@ -103,6 +103,7 @@ async fn volume_fact(world: &World, node: &NodeId, state: &v1::ObjectState) -> R
         if Some(&status) == volume.status.as_ref() {
             return Ok(());
         }
+        crate::volume::decide::complete(&volume, &mut status, None, &now());
         match world.write_volume(&volume, status).await {
             Ok(()) => return Ok(()),
             Err(WriteError::Conflict { .. } | WriteError::Gone { .. }) => {

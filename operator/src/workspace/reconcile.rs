@@ -272,8 +272,9 @@ async fn unbind_volume(world: &World, volume: &Volume) -> Result<Step, StepError
 pub(crate) async fn write_volume(
     world: &World,
     volume: &Volume,
-    status: kibo_crds::volume::VolumeStatus,
+    mut status: kibo_crds::volume::VolumeStatus,
 ) -> Result<Step, StepError> {
+    crate::volume::decide::complete(volume, &mut status, None, &now());
     match world.write_volume(volume, status).await {
         Ok(()) => Ok(Step::Again),
         Err(WriteError::Conflict { .. } | WriteError::Gone { .. }) => {

@@ -183,7 +183,7 @@ async fn unplaced(
     answer: &Unplaceable,
 ) -> Result<Step, StepError> {
     // The nodes of a new leader may just be on their way.
-    if world.is_settling() {
+    if world.is_settling() && world.expects_nodes() {
         return Ok(Step::After(RETRY));
     }
     let sight = sight(world, workspace, template, volume);

@@ -272,6 +272,14 @@ impl World {
         lock(&self.waiting).remove(key);
     }
 
+    /// Whether a node that has lived is not connected yet, or not ready to take something.
+    pub(super) fn expects_nodes(&self) -> bool {
+        self.ctx.nodes.expected().iter().any(|node| {
+            let snapshot = self.ctx.registry.snapshot_of(node);
+            !snapshot.is_some_and(|snapshot| snapshot.desired_sent && snapshot.settings_confirmed)
+        })
+    }
+
     pub fn settled_at(&self) -> Duration {
         SETTLING.saturating_sub(self.born.elapsed())
     }

@@ -306,6 +306,7 @@ impl Sim {
         let decision = volume_decide::decide(&volume_decide::Sight {
             volume: &volume,
             bound_to: owner(status.bound_to.is_some()),
+            created_for: owner(true),
             granted_for: owner(status.granted_for.is_some()),
             cluster: &self.facts,
             now: at(80),

@@ -1,0 +1,446 @@
+//! Starts, ends and deletions as a node sees them: offers that are refused or overtaken, events that come
+//! twice, lives that end. The operator is the real one; the nodes are played by hand, since a good daemon
+//! on a good day does little of this.
+
+use std::collections::HashMap;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use kibo_crds::workspace::WorkspacePhase;
+use kibo_crds::{Node, Volume, Workspace};
+use kibo_e2e::suite::host::{Host, Session};
+use kibo_e2e::suite::{Place, Suite, condition, eventually, phase_of, why};
+use kibo_protocol::v1::{self, EndReason, ObjectUse, from_node, instance_event, to_node};
+use kube::ResourceExt as _;
+use kube::api::{DeleteParams, Patch, PatchParams};
+use serde_json::json;
+
+const SOON: u64 = 20;
+
+/// A host with one private pool whose label makes it this test's own.
+async fn host(place: &Place, id: &str) -> Result<Host> {
+    let pools = vec![v1::Pool {
+        id: format!("local-{id}"),
+        uid: format!("uid-{id}"),
+        default: true,
+        available: true,
+        capacity_bytes: Some(100 << 30),
+        free_bytes: Some(100 << 30),
+    }];
+    let host = Host { pools, ..Host::enroll(place, id).await? };
+    let (key, value) = place.selector();
+    let labels = Patch::Merge(json!({ "metadata": { "labels": { key: value } } }));
+    place.all::<Node>().patch(id, &PatchParams::default(), &labels).await?;
+    Ok(host)
+}
+
+/// A session whose settings are in use, so that it is a candidate.
+async fn ready(place: &Place, host: &Host, incarnation: Option<u64>) -> Result<Session> {
+    let session = host.session(incarnation).await?;
+    session.confirm(&session.settings()).await?;
+    let is_candidate = |node: &Node| {
+        let conditions = node.status.iter().flat_map(|status| &status.conditions);
+        conditions.clone().any(|condition| condition.type_ == "Schedulable" && condition.status == "True")
+    };
+    place.watched(place.all::<Node>(), &host.id, "takes Workspaces", SOON, is_candidate).await?;
+    Ok(session)
+}
+
+/// The next message that is of interest.
+async fn next<T>(session: &mut Session, pick: impl Fn(to_node::Message) -> Option<T>) -> Result<T> {
+    loop {
+        let message = session.receive().await?.context("the session ended")?;
+        if let to_node::Message::Settings(settings) = &message {
+            session.confirm(settings).await?;
+        }
+        if let Some(found) = pick(message) {
+            return Ok(found);
+        }
+    }
+}
+
+async fn offer(session: &mut Session) -> Result<v1::Offer> {
+    next(session, |message| if let to_node::Message::Offer(offer) = message { Some(offer) } else { None }).await
+}
+
+async fn accept(session: &Session, offer: &v1::Offer) -> Result<()> {
+    session.send(from_node::Message::Accept(v1::Accept { offer_id: offer.offer_id.clone() })).await
+}
+
+async fn refuse(session: &Session, offer: &v1::Offer, message: &str) -> Result<()> {
+    let reason = v1::RefuseReason::RootImageMissing.into();
+    let refuse = v1::Refuse { offer_id: offer.offer_id.clone(), reason, message: message.to_owned() };
+    session.send(from_node::Message::Refuse(refuse)).await
+}
+
+async fn go(session: &mut Session) -> Result<v1::Launch> {
+    let go = next(session, |message| if let to_node::Message::Go(go) = message { Some(go) } else { None }).await?;
+    go.launch.context("a Go without a launch")
+}
+
+fn objects(launch: &v1::Launch, used: ObjectUse) -> Vec<v1::ObjectState> {
+    let volumes = launch.volumes.iter().filter_map(|volume| volume.object.as_ref());
+    let state = |object: &v1::Object| v1::ObjectState {
+        uid: object.uid.clone(),
+        epoch: object.grant.as_ref().map_or(0, |grant| grant.epoch),
+        r#use: used.into(),
+        size_bytes: (used != ObjectUse::Refused).then_some(object.size_bytes),
+    };
+    launch.layer.iter().chain(volumes).map(state).collect()
+}
+
+async fn say(session: &Session, launch: &v1::Launch, seq: u64, kind: instance_event::Kind) -> Result<()> {
+    let workspace_uid = launch.workspace.clone().unwrap_or_default().uid;
+    let event = v1::InstanceEvent {
+        instance_id: launch.instance_id.clone(),
+        workspace_uid,
+        seq,
+        unix_nanos: 0,
+        kind: Some(kind),
+    };
+    session.send(from_node::Message::Events(v1::Events { events: vec![event] })).await
+}
+
+fn taken(launch: &v1::Launch) -> instance_event::Kind {
+    instance_event::Kind::ObjectsTaken(v1::ObjectsTaken { objects: objects(launch, ObjectUse::Held) })
+}
+
+fn available() -> instance_event::Kind {
+    instance_event::Kind::Available(v1::Available { guest_boot_id: "b".to_owned() })
+}
+
+fn ended(launch: &v1::Launch, reason: EndReason, used: ObjectUse) -> instance_event::Kind {
+    let message = format!("played {}", reason.as_str_name());
+    instance_event::Kind::Ended(v1::Ended { reason: reason.into(), message, objects: objects(launch, used) })
+}
+
+async fn acked(session: &mut Session, launch: &v1::Launch, seq: u64) -> Result<()> {
+    next(session, |message| match message {
+        to_node::Message::EventAck(ack) if ack.instance_id == launch.instance_id && ack.seq >= seq => Some(()),
+        _ => None,
+    })
+    .await
+}
+
+/// Starts a Workspace on this host, which says that it runs.
+async fn run(place: &Place, session: &mut Session, name: &str) -> Result<v1::Launch> {
+    let offered = offer(session).await?;
+    accept(session, &offered).await?;
+    let launch = go(session).await?;
+    ensure!(launch.instance_id == offered.launch.unwrap_or_default().instance_id, "the Go is the offer's");
+    say(session, &launch, 1, taken(&launch)).await?;
+    say(session, &launch, 2, available()).await?;
+    acked(session, &launch, 2).await?;
+    place.workspace(name, "is available", SOON, |it| phase_of(it) == Some(WorkspacePhase::Available)).await?;
+    Ok(launch)
+}
+
+async fn stored(place: &Place, name: &str) -> Result<Workspace> {
+    Ok(place.api::<Workspace>().get(name).await?)
+}
+
+async fn delete(place: &Place, name: &str) -> Result<()> {
+    place.api::<Workspace>().delete(name, &DeleteParams::default()).await?;
+    Ok(())
+}
+
+fn fail() -> serde_json::Value {
+    json!({ "power": { "state": "Running", "requestId": "first", "whenUnplaceable": "Fail" } })
+}
+
+async fn a_refused_start_goes_elsewhere_at_once(place: Arc<Place>) -> Result<()> {
+    let (one, two) = (host(&place, "refuse-1").await?, host(&place, "refuse-2").await?);
+    let (mut one, mut two) = (ready(&place, &one, None).await?, ready(&place, &two, None).await?);
+    place.create_workspace("box", fail()).await?;
+    let first = tokio::select! {
+        offered = offer(&mut one) => { refuse(&one, &offered?, "no such image").await?; "one" }
+        offered = offer(&mut two) => { refuse(&two, &offered?, "no such image").await?; "two" }
+    };
+    let other = if first == "one" { &mut two } else { &mut one };
+    let second = offer(other).await?;
+    refuse(other, &second, "no such image").await?;
+    let box_ = place.phase("box", WorkspacePhase::Failed, SOON).await?;
+    let message = why(&box_);
+    ensure!(
+        message.starts_with("ResourceExhausted:") && message.contains("2 that refused it (no such image)"),
+        "{message}"
+    );
+    let commands = box_.status.unwrap_or_default().commands;
+    ensure!(commands.len() == 1 && format!("{:?}", commands[0].result) == "Failed", "{commands:?}");
+    Ok(())
+}
+
+async fn a_start_that_waits_gets_the_room_that_appears(place: Arc<Place>) -> Result<()> {
+    let host = host(&place, "room-1").await?;
+    let mut session = ready(&place, &host, None).await?;
+    let half = json!({ "resources": { "cpu": "3" } });
+    place.create_workspace("first", half.clone()).await?;
+    let launch = run(&place, &mut session, "first").await?;
+    place.create_workspace("second", half).await?;
+    let waits = |it: &Workspace| condition(it, "Placed").is_some_and(|it| it.reason == "ResourceExhausted");
+    let second = place.workspace("second", "waits", SOON, waits).await?;
+    ensure!(condition(&second, "Placed").is_some_and(|it| it.message.contains("too little CPU")), "{}", why(&second));
+    ensure!(!second.is_power_request_consumed(), "the request stands");
+    say(&session, &launch, 3, ended(&launch, EndReason::OutOfMemory, ObjectUse::Released)).await?;
+    let next = run(&place, &mut session, "second").await?;
+    ensure!(next.workspace.unwrap_or_default().name == "second");
+    let first = stored(&place, "first").await?;
+    ensure!(
+        phase_of(&first) == Some(WorkspacePhase::Stopped) && why(&first).starts_with("OutOfMemory"),
+        "{}",
+        why(&first)
+    );
+    Ok(())
+}
+
+async fn a_deletion_overtakes_an_offer(place: Arc<Place>) -> Result<()> {
+    let host = host(&place, "overtake-1").await?;
+    let mut session = ready(&place, &host, None).await?;
+    place.create_workspace("box", json!({})).await?;
+    let offered = offer(&mut session).await?;
+    delete(&place, "box").await?;
+    accept(&session, &offered).await?;
+    let revoked = next(&mut session, |message| match message {
+        to_node::Message::Revoke(revoke) => Some(Ok(revoke.offer_id)),
+        to_node::Message::Go(_) => Some(Err(anyhow::anyhow!("it was started"))),
+        _ => None,
+    });
+    ensure!(revoked.await?? == offered.offer_id);
+    place.gone(place.api::<Workspace>(), "box", SOON).await
+}
+
+async fn a_session_that_ends_before_the_commit_is_no_loss(place: Arc<Place>) -> Result<()> {
+    let (one, two) = (host(&place, "lost-1").await?, host(&place, "lost-2").await?);
+    let (mut one, mut two) = (ready(&place, &one, None).await?, ready(&place, &two, None).await?);
+    place.create_workspace("box", fail()).await?;
+    let mut other = tokio::select! {
+        offered = offer(&mut one) => { offered?; drop(one); two }
+        offered = offer(&mut two) => { offered?; drop(two); one }
+    };
+    run(&place, &mut other, "box").await.map(drop)
+}
+
+async fn an_event_has_its_effect_once(place: Arc<Place>) -> Result<()> {
+    let host = host(&place, "once-1").await?;
+    let mut session = ready(&place, &host, None).await?;
+    place.create_workspace("box", json!({})).await?;
+    let launch = run(&place, &mut session, "box").await?;
+    let before = stored(&place, "box").await?;
+    ensure!(before.status.as_ref().is_some_and(|s| s.writable_layer.as_ref().is_some_and(|layer| layer.created)));
+    for seq in [1, 2] {
+        say(&session, &launch, seq, if seq == 1 { taken(&launch) } else { available() }).await?;
+        acked(&mut session, &launch, seq).await?;
+    }
+    ensure!(stored(&place, "box").await?.resource_version() == before.resource_version(), "a replay wrote something");
+    let mut stranger = launch.clone();
+    stranger.instance_id = "inst-00000000000000000000000000".to_owned();
+    let stranger_ended =
+        instance_event::Kind::Ended(v1::Ended { reason: EndReason::VmmExited.into(), ..v1::Ended::default() });
+    say(&session, &stranger, 1, stranger_ended).await?;
+    acked(&mut session, &stranger, 1).await?;
+    ensure!(stored(&place, "box").await?.resource_version() == before.resource_version(), "a stranger's end counted");
+    say(&session, &launch, 3, ended(&launch, EndReason::VmmExited, ObjectUse::Released)).await?;
+    acked(&mut session, &launch, 3).await?;
+    let failed = stored(&place, "box").await?;
+    ensure!(why(&failed) == "VmmExited: played END_REASON_VMM_EXITED", "acked after the commit: {}", why(&failed));
+    Ok(())
+}
+
+async fn a_go_that_came_too_late_is_placed_again(place: Arc<Place>) -> Result<()> {
+    let host = host(&place, "late-1").await?;
+    let mut session = ready(&place, &host, None).await?;
+    let volume = json!({ "volume": { "new": { "size": "64Mi" }, "mountPath": "/data" } });
+    place.create_workspace("box", volume).await?;
+    let offered = offer(&mut session).await?;
+    accept(&session, &offered).await?;
+    let first = go(&mut session).await?;
+    say(&session, &first, 1, ended(&first, EndReason::NotStarted, ObjectUse::Refused)).await?;
+    // The node that was late is left alone for a while.
+    let again = tokio::time::timeout(Duration::from_secs(60), async {
+        loop {
+            if let Ok(offered) = offer(&mut session).await {
+                break offered;
+            }
+        }
+    });
+    let offered = again.await?;
+    accept(&session, &offered).await?;
+    let second = go(&mut session).await?;
+    ensure!(second.instance_id != first.instance_id);
+    let epochs = |launch: &v1::Launch| objects(launch, ObjectUse::Held).iter().map(|o| o.epoch).collect::<Vec<_>>();
+    ensure!(
+        (epochs(&first), epochs(&second)) == (vec![1, 1], vec![2, 2]),
+        "{:?} {:?}",
+        epochs(&first),
+        epochs(&second)
+    );
+    Ok(())
+}
+
+async fn a_new_life_of_the_node_fails_what_ran_in_the_old_one(place: Arc<Place>) -> Result<()> {
+    let host = host(&place, "life-1").await?;
+    let mut session = ready(&place, &host, None).await?;
+    let volume = json!({ "volume": { "new": { "size": "64Mi" }, "mountPath": "/data" } });
+    place.create_workspace("box", volume).await?;
+    let first = run(&place, &mut session, "box").await?;
+    drop(session);
+    let session =
+        eventually("the old session is over", Duration::from_secs(SOON), async || Ok(host.open(None).await?.ok()));
+    let mut session = session.await?;
+    session.confirm(&session.settings()).await?;
+    ensure!(session.ack.desired.is_empty(), "nothing of the old life is desired");
+    let failed = place.phase("box", WorkspacePhase::Failed, SOON).await?;
+    ensure!(why(&failed).starts_with("NodeRestarted"), "{}", why(&failed));
+    place.power("box", json!({ "state": "Running", "requestId": "again" })).await?;
+    let second = run(&place, &mut session, "box").await?;
+    let grants: Vec<_> = second.layer.iter().chain(second.volumes.iter().filter_map(|v| v.object.as_ref())).collect();
+    for object in &grants {
+        let grant = object.grant.as_ref().context("no grant")?;
+        ensure!(grant.epoch == 2 && grant.predecessor_epoch == 1, "{grant:?}");
+        ensure!(grant.predecessor_end() == v1::PredecessorEnd::IncarnationEnded, "{grant:?}");
+        ensure!(object.must_exist, "what was made must be there");
+    }
+    ensure!(grants.len() == 2 && second.instance_id != first.instance_id);
+    Ok(())
+}
+
+async fn an_isolation_frees_what_its_node_held(place: Arc<Place>) -> Result<()> {
+    let host = host(&place, "isolate-1").await?;
+    let mut session = ready(&place, &host, None).await?;
+    place.create_workspace("box", json!({})).await?;
+    run(&place, &mut session, "box").await?;
+    drop(session);
+    let closed = |node: &Node| node.status.as_ref().and_then(|s| s.session.as_ref()).is_some_and(|s| !s.alive);
+    place.watched(place.all::<Node>(), "isolate-1", "is offline", SOON, closed).await?;
+    place.power("box", json!({ "state": "Stopped", "requestId": "stop" })).await?;
+    let waits = |it: &Workspace| condition(it, "NodeReachable").is_some_and(|it| it.reason == "NodeUnreachable");
+    let waiting = place.workspace("box", "says what its stop waits for", SOON, waits).await?;
+    ensure!(why(&waiting).contains("kibo node isolate isolate-1"), "{}", why(&waiting));
+    let isolation = json!({ "spec": { "isolation": { "incarnation": 1, "confirmHostCannotWrite": true } } });
+    place.all::<Node>().patch("isolate-1", &PatchParams::default(), &Patch::Merge(isolation)).await?;
+    let failed = place.phase("box", WorkspacePhase::Failed, SOON).await?;
+    ensure!(why(&failed).starts_with("Unavailable"), "{}", why(&failed));
+    let status = failed.status.unwrap_or_default();
+    ensure!(status.holder.is_none() && status.execution.is_none());
+    ensure!(status.previous_holder.is_some_and(|it| format!("{:?}", it.ended) == "Isolated"));
+    Ok(())
+}
+
+async fn a_deletion_removes_layer_and_volume_through_a_member(place: Arc<Place>) -> Result<()> {
+    let host = host(&place, "remove-1").await?;
+    let mut session = ready(&place, &host, None).await?;
+    let volume = json!({ "volume": { "new": { "size": "64Mi" }, "mountPath": "/data", "deleteWithWorkspace": true } });
+    place.create_workspace("box", volume).await?;
+    let launch = run(&place, &mut session, "box").await?;
+    let id = stored(&place, "box").await?.status.and_then(|status| status.id).context("no id")?;
+    delete(&place, "box").await?;
+    let mode =
+        next(&mut session, |message| if let to_node::Message::Stop(stop) = message { Some(stop.mode()) } else { None });
+    ensure!(mode.await? == v1::StopMode::Force);
+    say(&session, &launch, 3, ended(&launch, EndReason::ForceStopped, ObjectUse::Released)).await?;
+    let mut deleted: HashMap<String, u64> = HashMap::new();
+    while deleted.len() < 2 {
+        let command = next(&mut session, |message| match message {
+            to_node::Message::DeleteObject(delete) => Some(delete),
+            _ => None,
+        });
+        let command = command.await?;
+        let object = command.object.unwrap_or_default();
+        let epoch = object.grant.map_or(0, |grant| grant.epoch);
+        deleted.insert(object.uid.clone(), epoch);
+        let result =
+            v1::ObjectResult { command_id: command.command_id, uid: object.uid, epoch, ok: true, ..Default::default() };
+        session.send(from_node::Message::ObjectResult(result)).await?;
+    }
+    ensure!(deleted.values().all(|epoch| *epoch == 2), "a deletion has a grant of its own: {deleted:?}");
+    place.gone(place.api::<Workspace>(), "box", SOON).await?;
+    place.gone(place.api::<Volume>(), "box", SOON).await?;
+    let tombstone = place.all::<kibo_crds::WorkspaceTombstone>().get(&id.to_string()).await?;
+    ensure!(tombstone.spec.last_execution.is_some_and(|last| last.node.as_str() == "remove-1"));
+    Ok(())
+}
+
+/// 20 at once on two nodes with room for 12: 12 run, 8 are refused, and no node is over at any time.
+async fn no_more_is_promised_than_there_is(place: Arc<Place>) -> Result<()> {
+    let mut players = Vec::new();
+    for id in ["crowd-1", "crowd-2"] {
+        let host = host(&place, id).await?;
+        let session = ready(&place, &host, None).await?;
+        players.push(tokio::spawn(play_all(session)));
+    }
+    // Of 4 cores and 4 GiB each: six of 600m fit.
+    let spec = || {
+        let mut spec = fail();
+        spec["resources"] = json!({ "cpu": "600m", "memory": "128Mi" });
+        spec
+    };
+    place.ensure_template().await?;
+    let names: Vec<_> = (0..20).map(|n| format!("crowd-{n}")).collect();
+    futures::future::try_join_all(names.iter().map(|name| place.create_workspace(name, spec()))).await?;
+    let settled = |it: &Workspace| matches!(phase_of(it), Some(WorkspacePhase::Available | WorkspacePhase::Failed));
+    let settle = names.iter().map(|name| place.workspace(name, "is settled", 60, settled));
+    let all = futures::future::try_join_all(settle).await?;
+    let (ran, failed): (Vec<_>, Vec<_>) = all.iter().partition(|it| phase_of(it) == Some(WorkspacePhase::Available));
+    ensure!((ran.len(), failed.len()) == (12, 8), "{} run, {} failed", ran.len(), failed.len());
+    ensure!(failed.iter().all(|it| why(it).starts_with("ResourceExhausted")), "{}", why(failed[0]));
+    let on = |node: &str| {
+        let executions = ran.iter().filter_map(|it| it.status.as_ref()?.execution.as_ref());
+        executions.filter(|execution| execution.node.as_str() == node).count()
+    };
+    ensure!((on("crowd-1"), on("crowd-2")) == (6, 6), "they spread: {} and {}", on("crowd-1"), on("crowd-2"));
+    players.into_iter().for_each(|player| player.abort());
+    Ok(())
+}
+
+/// A node that accepts and runs whatever it is offered.
+async fn play_all(mut session: Session) -> Result<()> {
+    while let Ok(Some(message)) = session.receive().await {
+        match message {
+            to_node::Message::Settings(settings) => session.confirm(&settings).await?,
+            to_node::Message::Offer(offered) => accept(&session, &offered).await?,
+            to_node::Message::Go(go) => {
+                let launch = go.launch.unwrap_or_default();
+                say(&session, &launch, 1, taken(&launch)).await?;
+                say(&session, &launch, 2, available()).await?;
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+async fn labels_that_people_give_a_node_count_at_once(place: Arc<Place>) -> Result<()> {
+    let host = host(&place, "label-1").await?;
+    let mut session = ready(&place, &host, None).await?;
+    let (key, value) = place.selector();
+    place.create_workspace("box", json!({ "nodeSelector": { key: value, "disk": "fast" } })).await?;
+    let waits = |it: &Workspace| condition(it, "Placed").is_some_and(|it| it.message.contains("disk=fast"));
+    place.workspace("box", "misses a label", SOON, waits).await?;
+    let labels = Patch::Merge(json!({ "metadata": { "labels": { "disk": "fast" } } }));
+    place.all::<Node>().patch("label-1", &PatchParams::default(), &labels).await?;
+    run(&place, &mut session, "box").await.map(drop)
+}
+
+fn main() -> ExitCode {
+    Suite::with_operator()
+        .test("a_refused_start_goes_elsewhere_at_once", a_refused_start_goes_elsewhere_at_once)
+        .test("a_start_that_waits_gets_the_room_that_appears", a_start_that_waits_gets_the_room_that_appears)
+        .test("a_deletion_overtakes_an_offer", a_deletion_overtakes_an_offer)
+        .test("a_session_that_ends_before_the_commit_is_no_loss", a_session_that_ends_before_the_commit_is_no_loss)
+        .test("an_event_has_its_effect_once", an_event_has_its_effect_once)
+        .test("a_go_that_came_too_late_is_placed_again", a_go_that_came_too_late_is_placed_again)
+        .test(
+            "a_new_life_of_the_node_fails_what_ran_in_the_old_one",
+            a_new_life_of_the_node_fails_what_ran_in_the_old_one,
+        )
+        .test("an_isolation_frees_what_its_node_held", an_isolation_frees_what_its_node_held)
+        .test(
+            "a_deletion_removes_layer_and_volume_through_a_member",
+            a_deletion_removes_layer_and_volume_through_a_member,
+        )
+        .test("no_more_is_promised_than_there_is", no_more_is_promised_than_there_is)
+        .test("labels_that_people_give_a_node_count_at_once", labels_that_people_give_a_node_count_at_once)
+        .run()
+}
