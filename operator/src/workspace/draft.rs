@@ -199,9 +199,11 @@ impl<'a> Draft<'a> {
         let word = format!("{phase:?}");
         let reason = self.status.reason.clone().unwrap_or_else(|| word.clone());
         let available = phase == WorkspacePhase::Available;
-        self.set(ConditionType::Available, available, if available { "Running" } else { &reason }, "");
+        let message = self.status.message.clone().unwrap_or_default();
+        self.set(ConditionType::Available, available, if available { "Running" } else { &reason }, &message);
         let stopped = phase == WorkspacePhase::Stopped;
-        self.set(ConditionType::Stopped, stopped, if stopped { &reason } else { &word }, "");
+        let message = if stopped { message } else { String::new() };
+        self.set(ConditionType::Stopped, stopped, if stopped { &reason } else { &word }, &message);
         self.set_placed();
         self.set_node_reachable();
         let mut consumer = self.workspace.clone();
