@@ -61,7 +61,7 @@ where
         // The first list is a quorum read, so it shows what this command has written.
         let config = watcher::Config::default().fields(&format!("metadata.name={}", self.subject.name));
         let mut events = watcher(self.api.clone(), config).default_backoff().boxed();
-        let mut listed = None;
+        let (mut listed, mut was_shown) = (None, false);
         loop {
             let seen = match events.try_next().await {
                 Ok(Some(watcher::Event::Init)) => {
@@ -76,17 +76,16 @@ where
                 Ok(Some(watcher::Event::Apply(object))) => Some(object),
                 Ok(Some(watcher::Event::Delete(_))) => None,
                 Ok(None) => return Err(Error::new(Kind::Other, format!("{}: the watch ended", self.subject))),
-                Err(error) => {
-                    // A server that restarts comes back; what it refuses stays refused.
-                    let error = from_watch(error, self.subject);
-                    if error.kind != Kind::Unavailable {
-                        return Err(error);
-                    }
-                    *last = format!("the API server does not answer: {error}");
+                // A server that restarts forgets its watches, and for a moment the rights that it gave. What it
+                // has shown once it will show again; what it refuses from the start stays refused.
+                Err(error) if was_shown || is_passing(&error) => {
+                    *last = format!("the API server does not answer: {}", from_watch(error, self.subject));
                     progress.set_message(last.clone());
                     continue;
                 }
+                Err(error) => return Err(from_watch(error, self.subject)),
             };
+            was_shown = true;
             match look(seen.as_ref())? {
                 Look::Done(value) => return Ok(value),
                 Look::Waiting(text) => {
@@ -119,6 +118,21 @@ where
     }
 }
 
+/// Whether a watch that failed so can be made again with success.
+fn is_passing(error: &watcher::Error) -> bool {
+    match error {
+        // The state that the watch began with is gone: a new list makes a new one.
+        watcher::Error::WatchError(_) => true,
+        watcher::Error::InitialListFailed(error)
+        | watcher::Error::WatchStartFailed(error)
+        | watcher::Error::WatchFailed(error) => match error {
+            kube::Error::Api(status) => !matches!(status.code, 400..=404 | 422),
+            error => !matches!(error, kube::Error::SerdeError(_)),
+        },
+        watcher::Error::NoResourceVersion => false,
+    }
+}
+
 /// A spinner with the time that has passed; nothing when standard error is not a terminal.
 fn spinner(goal: &str) -> ProgressBar {
     if !io::stderr().is_terminal() {
@@ -131,4 +145,24 @@ fn spinner(goal: &str) -> ProgressBar {
     bar.set_prefix(goal.to_owned());
     bar.enable_steady_tick(Duration::from_millis(120));
     bar
+}
+
+#[cfg(test)]
+mod tests {
+    use kube::core::Status;
+
+    use super::*;
+
+    #[test]
+    fn a_watch_is_made_again_unless_it_is_refused() {
+        let status = |code| Status { code, ..Status::default() }.boxed();
+        let listing = |code| watcher::Error::InitialListFailed(kube::Error::Api(status(code)));
+        for passing in [410, 429, 500, 503, 504] {
+            assert!(is_passing(&listing(passing)), "{passing}");
+        }
+        for lasting in [400, 401, 403, 404] {
+            assert!(!is_passing(&listing(lasting)), "{lasting}");
+        }
+        assert!(is_passing(&watcher::Error::WatchError(status(410))));
+    }
 }
