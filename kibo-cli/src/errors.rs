@@ -187,7 +187,7 @@ pub fn from_watch(error: watcher::Error, subject: &Subject) -> Error {
 }
 
 /// The innermost cause: the layers above it only say "error trying to connect".
-fn root(error: &(dyn std::error::Error + 'static)) -> String {
+pub fn root(error: &(dyn std::error::Error + 'static)) -> String {
     let mut error = error;
     while let Some(source) = error.source() {
         error = source;

@@ -83,7 +83,11 @@ where
                     progress.set_message(last.clone());
                     continue;
                 }
-                Err(error) => return Err(from_watch(error, self.subject)),
+                Err(error) => {
+                    let mut error = from_watch(error, self.subject);
+                    error.message = format!("{error}; {}", self.remains);
+                    return Err(error);
+                }
             };
             was_shown = true;
             match look(seen.as_ref())? {

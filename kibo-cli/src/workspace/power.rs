@@ -3,7 +3,10 @@
 use clap::ValueEnum;
 use kibo_crds::{
     CommandId, Workspace,
-    workspace::{CommandRecord, CommandResult, PowerRequest, PowerState, StopMode, WhenUnplaceable, WorkspacePhase},
+    workspace::{
+        CommandRecord, CommandResult, PowerRequest, PowerState, StopMode, WhenUnplaceable, WorkspacePhase,
+        WorkspaceStatus,
+    },
 };
 use kube::{
     Api, ResourceExt as _,
@@ -254,18 +257,24 @@ fn look(seen: Option<&Workspace>, request: &PowerRequest, subject: &Subject) -> 
     }
 }
 
-/// What a Workspace waits for, in the words of the operator.
+/// The state with what it waits for, in the words of the operator.
 pub fn waits_for(workspace: &Workspace) -> String {
     let Some(status) = &workspace.status else { return "the operator has not seen it yet".to_owned() };
     let phase = status.phase.as_ref().map_or_else(|| "not seen by the operator yet".to_owned(), enum_word);
-    let unmet = ["Placed", "NodeReachable", "GuestResponsive"];
-    let unmet = unmet.iter().find_map(|kind| {
-        status.conditions.iter().find(|c| c.type_ == *kind && c.status == "False" && !c.message.is_empty())
-    });
-    match unmet.map(|condition| &condition.message).or(status.message.as_ref()) {
+    match obstacle(status) {
         Some(message) => format!("{phase}: {message}"),
         None => phase,
     }
+}
+
+/// What stands in the way, when the operator says so.
+pub fn obstacle(status: &WorkspaceStatus) -> Option<&str> {
+    let of = |kind: &&str| {
+        let mut conditions = status.conditions.iter();
+        conditions.find(|condition| condition.type_ == *kind && condition.status == "False")
+    };
+    let unmet = ["Placed", "NodeReachable", "GuestResponsive"].iter().filter_map(of).map(|it| it.message.as_str());
+    unmet.chain(status.message.as_deref()).find(|message| !message.is_empty())
 }
 
 /// The error for a request that ended otherwise, by the reason that the operator gave.

@@ -20,7 +20,7 @@ use tokio::{
 use super::target;
 use crate::{
     client::Cluster,
-    errors::{Error, Kind, On as _, Result, Subject, from_status},
+    errors::{Error, Kind, On as _, Result, Subject, from_status, root},
     output::words::enum_word,
 };
 
@@ -203,8 +203,9 @@ pub async fn logs(cluster: &Cluster, args: Logs) -> Result<()> {
     loop {
         let read = log.read(&mut buffer).await;
         let length = read.map_err(|error| {
-            Error::new(Kind::Unavailable, format!("{subject}: the log broke off: {error}"))
-                .next(format!("go on with it: {} -f --tail 10", subject.command("logs")))
+            let go_on = if args.follow { "logs -f --tail 10" } else { "logs" };
+            Error::new(Kind::Unavailable, format!("{subject}: the log broke off before its end: {}", root(&error)))
+                .next(format!("read on: {}", subject.command(go_on)))
         })?;
         if length == 0 {
             return Ok(());

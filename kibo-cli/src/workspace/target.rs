@@ -34,7 +34,11 @@ async fn by_id(cluster: &Cluster, id: WorkspaceId) -> Result<Workspace> {
     } else {
         match Api::<Workspace>::all(cluster.client.clone()).list(&params).await {
             // Somebody whose rights end at a namespace still finds what is in it.
-            Err(kube::Error::Api(status)) if status.is_forbidden() => here.list(&params).await.on(&named)?,
+            Err(kube::Error::Api(status)) if status.is_forbidden() => here
+                .list(&params)
+                .await
+                .on(&named)
+                .map_err(|error| error.next("you may not look in all namespaces: say with -n where it is"))?,
             answer => answer.on(&named)?,
         }
     };
