@@ -281,7 +281,7 @@ fn drained(observed: &Observed<'_>, drain: DrainState) -> Verdict {
             false,
             "Draining",
             format!(
-                "{} Workspaces run here and {} objects are held here: stop, delete or move them",
+                "running here: {}, Volumes and layers held here: {}; stop, delete or move these Workspaces and Volumes",
                 usage.executions, usage.held_objects
             ),
         ),
