@@ -11,7 +11,7 @@ use kibo_crds::{
 use kube::ResourceExt as _;
 use serde::Serialize;
 
-use super::power::waits_for;
+use super::power::obstacle;
 use crate::{
     client::{Cluster, Listed},
     output::{
@@ -229,6 +229,16 @@ fn state(status: &WorkspaceStatus) -> String {
     }
 }
 
+/// What the state itself does not say.
+fn waits(status: &WorkspaceStatus) -> Option<String> {
+    let settled = [WorkspacePhase::Available, WorkspacePhase::Stopped, WorkspacePhase::Failed];
+    match status.phase {
+        None => Some("the operator, which has not seen it yet".to_owned()),
+        Some(phase) if settled.contains(&phase) || status.message.is_some() => None,
+        Some(_) => obstacle(status).map(str::to_owned),
+    }
+}
+
 /// A Workspace with what else its page shows.
 pub struct One {
     workspace: Workspace,
@@ -255,8 +265,10 @@ impl One {
 
     /// An amount of the Workspace's own, or the Template's.
     fn amount(&self, own: Option<String>, of_template: impl Fn(&Template) -> String) -> String {
-        own.or_else(|| self.template.as_ref().map(|template| format!("{} (Template)", of_template(template))))
-            .unwrap_or_default()
+        own.unwrap_or_else(|| match &self.template {
+            Some(template) => format!("{} (Template)", of_template(template)),
+            None => "what the Template says".to_owned(),
+        })
     }
 
     fn layer(&self, status: &WorkspaceStatus) -> String {
@@ -346,11 +358,7 @@ impl Present for One {
         page.fact("Namespace", self.workspace.namespace().unwrap_or_default());
         page.fact("ID", or_absent(status.id));
         page.fact("State", state(&status));
-        let settled =
-            matches!(status.phase, Some(WorkspacePhase::Available | WorkspacePhase::Stopped | WorkspacePhase::Failed));
-        // What the state says already is not said again.
-        let is_said = settled || status.message.is_some();
-        page.fact_if("Waits for", (!is_said).then(|| waits_for(&self.workspace)));
+        page.fact_if("Waits for", waits(&status));
         page.fact("Node", or_absent(status.execution.as_ref().map(|execution| &execution.node)));
         if wide {
             page.fact("Instance", or_absent(status.execution.as_ref().map(|execution| execution.instance_id)));
@@ -536,8 +544,8 @@ ID:              ws-01kb8z4w3w0000000000000000
 State:           AVAILABLE
 Node:            node-1
 Template:        debian-12
-CPU:             -
-Memory:          -
+CPU:             what the Template says
+Memory:          what the Template says
 Writable layer:  1Gi in pool local-a
 Volume:          dev at /data, 1Gi, not made yet
 Created:         1970-01-01T00:00:00Z (2m ago)
