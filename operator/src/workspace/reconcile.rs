@@ -93,15 +93,14 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
     let mut wrote = false;
     if let Some(status) = outcome.status {
         let only_words = workspace.status.as_ref().is_some_and(|stored| differ_in_words_only(stored, &status));
-        match world.words_rest(key, WORDS_PAUSE).filter(|_| only_words) {
-            Some(rest) => world.bells.workspaces.push_after(key.clone(), rest),
-            None => {
-                log_decision(&workspace, &status, &action);
-                world.write_workspace(&workspace, *status).await?;
-                world.worded(key.clone());
-                world.publish(&*workspace, outcome.notices).await;
-                wrote = true;
-            }
+        if let Some(rest) = world.words_rest(key, WORDS_PAUSE).filter(|_| only_words) {
+            world.bells.workspaces.push_after(key.clone(), rest);
+        } else {
+            log_decision(&workspace, &status, &action);
+            world.write_workspace(&workspace, *status).await?;
+            world.worded(key.clone());
+            world.publish(&*workspace, outcome.notices).await;
+            wrote = true;
         }
     }
     let Some(workspace) = world.workspaces.get(key) else { return Ok(Step::Rest) };

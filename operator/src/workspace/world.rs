@@ -9,7 +9,7 @@ use std::{
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kibo_crds::{Incarnation, InstanceId, NodeId, PoolId, Template, Volume, Workspace, workspace::WorkspaceStatus};
 use kube::{
-    Api, Resource, ResourceExt as _,
+    Api, Resource, ResourceExt,
     runtime::events::{Event, EventType},
 };
 use tokio::sync::{Notify, Semaphore, mpsc};
@@ -70,10 +70,14 @@ pub struct World {
     /// When a Workspace's messages were last written, to write no more often than a person reads.
     pub(super) worded: Mutex<HashMap<Key, Instant>>,
     told: Mutex<HashSet<InstanceId>>,
-    avoided: Mutex<HashMap<String, BTreeMap<NodeId, (Instant, String)>>>,
+    /// By the uid of the Workspace.
+    avoided: Mutex<HashMap<String, Refusals>>,
     api_calls: Semaphore,
     born: Instant,
 }
+
+/// Nodes that lately refused a Workspace: when, and in which words.
+type Refusals = BTreeMap<NodeId, (Instant, String)>;
 
 /// Whom to wake.
 #[derive(Clone)]
@@ -303,7 +307,7 @@ impl World {
 
 fn refresh<K: Resource + Clone, P: Projection<K>>(cache: &Cache<K, P>, key: &Key, found: Option<K>) {
     let known = cache.get(key).and_then(|known| known.uid());
-    let found_uid = found.as_ref().and_then(|found| found.uid());
+    let found_uid = found.as_ref().and_then(ResourceExt::uid);
     if let Some(uid) = known.filter(|uid| Some(uid) != found_uid.as_ref()) {
         cache.forget(key, &uid);
     }
