@@ -1,0 +1,197 @@
+//! The command line against a real API server and operator, without nodes: what it refuses, with which exit
+//! status, what it repeats, what it waits for. What needs a guest is in the other files.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use k8s_openapi::api::core::v1::ConfigMap;
+use kibo_crds::{Node, Workspace};
+use kibo_e2e::local::{Component, NAMESPACE};
+use kibo_e2e::suite::{Place, Suite, eventually};
+use kibo_protocol::EnrollmentToken;
+use kube::api::Api;
+use serde_json::Value;
+
+fn main() -> ExitCode {
+    Suite::with_operator()
+        .test("a_start_without_room_is_resource_exhausted_or_waits", no_room)
+        .test("the_same_command_id_gives_the_same_outcome", command_ids)
+        .test("a_name_or_an_id_means_the_same_workspace", names_and_ids)
+        .test("who_may_not_is_told_so", rights)
+        .test("a_long_list_comes_in_pages", pages)
+        .test("an_enrollment_token_fits_the_node_and_the_operator", enrollment)
+        .alone("a_wait_outlives_a_restart_of_the_api_server", wait_through_restart)
+        .run()
+}
+
+/// Runs kibo and checks its exit status and what it says.
+async fn said(place: &Place, args: &[&str], code: i32, says: &str) -> Result<String> {
+    let ran = place.kibo(args).await?;
+    let text = format!("{}{}", ran.stdout, ran.stderr);
+    ensure!(ran.code == code && text.contains(says), "{args:?}: expected {code} and {says:?}: {ran:?}");
+    Ok(ran.stdout)
+}
+
+/// The result of a command that prints JSON.
+async fn json(place: &Place, args: &[&str]) -> Result<Value> {
+    let text = place.kibo(&[args, &["--json"]].concat()).await?.ok()?;
+    let mut value: Value = serde_json::from_str(&text).with_context(|| format!("no JSON: {text}"))?;
+    Ok(value["result"].take())
+}
+
+async fn template(place: &Place) -> Result<String> {
+    place.ensure_template().await?;
+    Ok(place.template_name())
+}
+
+async fn no_room(place: Arc<Place>) -> Result<()> {
+    let template = template(&place).await?;
+    // Nodes of nobody, so that those of other tests do not take it.
+    let create = |name: &'static str| ["workspace", "create", name, "-t", &template, "--node-selector", "of=nobody"];
+    said(&place, &create("fails"), 15, "RESOURCE_EXHAUSTED").await?;
+    let shown = json(&place, &["workspace", "get", "fails"]).await?;
+    ensure!(shown["state"] == "FAILED" && shown["reason"] == "RESOURCE_EXHAUSTED", "{shown}");
+    said(&place, &["workspace", "start", "fails"], 15, "kibo node list").await?;
+    said(&place, &["workspace", "wait", "fails"], 15, "RESOURCE_EXHAUSTED").await?;
+    said(&place, &["workspace", "exec", "fails", "--", "true"], 13, "kibo workspace start fails").await?;
+
+    let waiting = [&create("waits")[..], &["--when-unplaceable", "wait", "--timeout", "2s"]].concat();
+    said(&place, &waiting, 16, "the start stays requested").await?;
+    said(&place, &["workspace", "start", "waits"], 13, "not consumed yet").await?;
+    said(&place, &["workspace", "stop", "waits"], 0, "STOPPED").await?;
+    said(&place, &["workspace", "list", "--state", "stopped", "-q"], 0, "ws-").await?;
+    said(&place, &["workspace", "delete", "fails", "waits"], 0, "deleted").await?;
+    said(&place, &["workspace", "list"], 0, "no Workspaces").await?;
+    Ok(())
+}
+
+async fn command_ids(place: Arc<Place>) -> Result<()> {
+    let template = template(&place).await?;
+    let create = ["workspace", "create", "-t", &template, "--node-selector", "of=nobody", "--command-id", "c/1"];
+    said(&place, &create, 15, "cmd-").await?;
+    said(&place, &create, 15, "cmd-").await?;
+    said(&place, &[&create[..], &["--cpu", "2"]].concat(), 14, "with another input").await?;
+    let name = json(&place, &["workspace", "list"]).await?["workspaces"][0]["name"].as_str().context("one")?.to_owned();
+    said(&place, &["workspace", "create", &name, "-t", &template], 14, "already exists").await?;
+
+    let start = ["workspace", "start", &name, "--command-id", "s/1"];
+    said(&place, &start, 15, "RESOURCE_EXHAUSTED").await?;
+    let before = place.api::<Workspace>().get(&name).await?.metadata.generation;
+    said(&place, &start, 15, "RESOURCE_EXHAUSTED").await?;
+    let after = place.api::<Workspace>().get(&name).await?.metadata.generation;
+    ensure!(before == after, "a replay asks for nothing");
+    said(&place, &["workspace", "stop", &name, "--command-id", "s/1"], 14, "choose a new --command-id").await?;
+    said(&place, &["workspace", "stop", &name, "--command-id", "s/2"], 0, "STOPPED").await?;
+    // Its request is not the one in force any more; its record is still there.
+    said(&place, &start, 15, "RESOURCE_EXHAUSTED").await?;
+    Ok(())
+}
+
+async fn names_and_ids(place: Arc<Place>) -> Result<()> {
+    let template = template(&place).await?;
+    let create = ["workspace", "create", "w", "-t", &template, "--node-selector", "of=nobody", "--no-wait"];
+    said(&place, &create, 0, "created").await?;
+    let id = eventually("it has an id", Duration::from_secs(20), || async {
+        let id = place.kibo(&["workspace", "list", "-q"]).await?.ok()?.trim().to_owned();
+        Ok(id.starts_with("ws-").then_some(id))
+    })
+    .await?;
+    let by_id = json(&place, &["workspace", "get", &id]).await?;
+    ensure!(by_id["name"] == "w" && by_id["workspace_id"] == id.as_str(), "{by_id}");
+    said(&place, &["workspace", "create", &id, "-t", &template], 10, "has the form of an id").await?;
+    let unknown = "ws-01kb8z4w3w0000000000000000";
+    said(&place, &["workspace", "get", unknown], 12, unknown).await?;
+    said(&place, &["workspace", "delete", &id], 0, "\"w\"").await?;
+    said(&place, &["workspace", "wait", &id, "--for", "deleted"], 0, "").await?;
+    Ok(())
+}
+
+async fn rights(place: Arc<Place>) -> Result<()> {
+    let template = template(&place).await?;
+    let nobody = |args: &[&'static str]| [args, &["--as", "nobody"]].concat();
+    for args in [&["workspace", "list"][..], &["workspace", "get", "w"], &["node", "list"], &["volume", "list"]] {
+        said(&place, &nobody(args), 11, "nobody").await?;
+    }
+    let bind = ["create", "rolebinding", "reader", "--user", "nobody", "--clusterrole", "view"];
+    place.kubectl(&bind).await?.ok()?;
+    eventually("the role is in force", Duration::from_secs(20), || async {
+        let ran = place.kibo(&nobody(&["workspace", "list"])).await?;
+        Ok((ran.code == 0).then_some(()))
+    })
+    .await?;
+    let create = ["workspace", "create", "w", "-t", &template, "--as", "nobody"];
+    said(&place, &create, 11, "cannot create").await?;
+    Ok(())
+}
+
+async fn pages(place: Arc<Place>) -> Result<()> {
+    for name in ["a", "b", "c"] {
+        place.kibo(&["volume", "create", name, "--size", "16Mi"]).await?.ok()?;
+    }
+    let first = json(&place, &["volume", "list", "--page-size", "2"]).await?;
+    let token = first["next_page_token"].as_str().context("a second page")?;
+    let rest = json(&place, &["volume", "list", "--page-size", "2", "--page-token", token]).await?;
+    let names = |page: &Value| -> Vec<String> {
+        let volumes = page["volumes"].as_array().cloned().unwrap_or_default();
+        volumes.iter().filter_map(|volume| volume["name"].as_str().map(str::to_owned)).collect()
+    };
+    ensure!(names(&first) == ["a", "b"] && names(&rest) == ["c"], "{first} {rest}");
+    ensure!(rest["next_page_token"].is_null(), "{rest}");
+    said(&place, &["volume", "list", "--page-size", "2", "--page-token", "x"], 10, "").await?;
+    said(&place, &["volume", "list", "--page-size", "2", "--all", "-q"], 0, "a\nb\nc\n").await?;
+    said(&place, &["volume", "delete", "a", "b", "c"], 0, "deleted").await?;
+    Ok(())
+}
+
+async fn enrollment(place: Arc<Place>) -> Result<()> {
+    let id = format!("kibo-{}", std::process::id());
+    let issue = ["enrollment", "issue", &id, "--ttl", "10m"];
+    let parsed = |text: String| text.trim().parse::<EnrollmentToken>().context("a token");
+    let first = parsed(place.kibo(&issue).await?.ok()?)?;
+    let second = parsed(place.kibo(&issue).await?.ok()?)?;
+    ensure!(first.node_id == id && first.secret != second.secret, "each token is another");
+    let node: Node = place.all().get(&id).await?;
+    let grant = node.spec.enrollment.context("a pending grant")?;
+    ensure!(grant.secret_hash == second.secret.hash().to_string(), "the newest token counts");
+
+    let ca: ConfigMap = Api::namespaced(place.client(), NAMESPACE).get("kibotos-ca").await?;
+    let file = place.cluster().layout().root().join("kibo-ca.crt");
+    std::fs::write(&file, ca.data.context("the CA")?.remove("ca.crt").context("the CA")?)?;
+    let by_file = [&issue[..], &["--ca-file", file.to_str().context("UTF-8")?]].concat();
+    ensure!(parsed(place.kibo(&by_file).await?.ok()?)?.ca_hash == first.ca_hash);
+
+    said(&place, &["node", "get", &id], 0, "a token was issued and works until").await?;
+    said(&place, &["enrollment", "issue", "Not_A_Node"], 10, "Not_A_Node").await?;
+    said(&place, &["node", "get", "no-such-node"], 12, "kibo node list").await?;
+    // Nobody has used it, so that it may go.
+    place.kubectl(&["delete", "nodes.kibotos.dev", &id]).await?.ok()?;
+    Ok(())
+}
+
+async fn wait_through_restart(place: Arc<Place>) -> Result<()> {
+    let template = template(&place).await?;
+    let create = ["workspace", "create", "w", "-t", &template, "--node-selector", "of=nobody"];
+    let waiting = [&create[..], &["--when-unplaceable", "wait", "--no-wait"]].concat();
+    said(&place, &waiting, 0, "created").await?;
+    let waiter = tokio::spawn({
+        let place = place.clone();
+        async move { place.kibo(&["workspace", "wait", "w", "--for", "stopped", "--timeout", "100s"]).await }
+    });
+    eventually("it waits", Duration::from_secs(20), || async {
+        let shown = json(&place, &["workspace", "get", "w"]).await?;
+        Ok((shown["reason"] == "RESOURCE_EXHAUSTED").then_some(()))
+    })
+    .await?;
+    place.cluster().kill(&Component::ApiServer).await?;
+    let nowhere = place.kibo(&["workspace", "list"]).await?;
+    ensure!(nowhere.code == 17 && nowhere.stderr.contains("cannot reach the Kubernetes API at"), "{nowhere:?}");
+    place.cluster().start(&Component::ApiServer).await?;
+    ensure!(!waiter.is_finished(), "the wait goes on");
+    // The operator may need a moment to lead again.
+    said(&place, &["workspace", "stop", "w", "--timeout", "60s"], 0, "STOPPED").await?;
+    let waited = waiter.await??;
+    ensure!(waited.code == 0, "{waited:?}");
+    Ok(())
+}
