@@ -22,30 +22,44 @@ where
     };
     let shown = path.display();
     let text = text.map_err(|error| Error::invalid(format!("cannot read {shown}: {error}")))?;
-    parse(&text).map_err(|message| {
-        Error::invalid(format!("{shown}: {message}"))
-            .next(format!("for several objects, or other kinds: kubectl apply -f {shown}"))
+    let value: Value = serde_yaml::from_str(&text)
+        .map_err(|error| Error::invalid(format!("{shown} must be one YAML document: {error}")).next(apply(path)))?;
+    parse(value).map_err(|error| match error {
+        Mistake::Kind(message) => Error::invalid(format!("{shown} {message}")).next(apply(path)),
+        Mistake::Content(message) => Error::invalid(format!("{shown}: {message}")),
     })
 }
 
-fn parse<K>(text: &str) -> Result<K, String>
+/// What reads every manifest.
+fn apply(path: &Path) -> String {
+    format!("for several objects, or other kinds: kubectl apply -f {}", path.display())
+}
+
+/// What is wrong with a manifest.
+#[derive(Debug, PartialEq, Eq)]
+enum Mistake {
+    /// It is about something else.
+    Kind(String),
+    Content(String),
+}
+
+fn parse<K>(value: Value) -> Result<K, Mistake>
 where
     K: Resource<DynamicType = ()> + DeserializeOwned,
 {
-    let value: Value = serde_yaml::from_str(text).map_err(|error| format!("must be one YAML document: {error}"))?;
     let found = |key| value.get(key).and_then(Value::as_str).unwrap_or("nothing").to_owned();
     let (version, kind) = (K::api_version(&()), K::kind(&()));
     if found("apiVersion") != version || found("kind") != kind {
-        return Err(format!(
-            "must be apiVersion {version}, kind {kind}, not {}, {}",
-            found("apiVersion"),
-            found("kind")
-        ));
+        let found = (found("apiVersion"), found("kind"));
+        return Err(Mistake::Kind(format!("must be apiVersion {version}, kind {kind}, not {}, {}", found.0, found.1)));
     }
     if let Some((path, number)) = fraction(&value, String::new()) {
-        return Err(format!("{path}: YAML makes a number of {number}: write it in quotes, {path}: \"{number}\""));
+        let field = path.rsplit('.').next().unwrap_or(&path);
+        return Err(Mistake::Content(format!(
+            "{path}: YAML makes a number of {number}: write it in quotes, {field}: \"{number}\""
+        )));
     }
-    serde_json::from_value(value).map_err(|error| error.to_string())
+    serde_json::from_value(value).map_err(|error| Mistake::Content(error.to_string()))
 }
 
 /// The first fraction: the contract has none, a quantity without quotes becomes one.
@@ -65,32 +79,33 @@ mod tests {
 
     use super::*;
 
-    const TEMPLATE: &str = "
+    fn template(cpu: &str) -> Result<Template, Mistake> {
+        let text = format!(
+            "
 apiVersion: kibotos.dev/v1alpha1
 kind: Template
-metadata: { name: t }
-spec: { rootImage: debian-12, resources: { cpu: CPU, memory: 256Mi }, writableLayer: { size: 1Gi } }
-";
+metadata: {{ name: t }}
+spec: {{ rootImage: debian-12, resources: {{ cpu: {cpu}, memory: 256Mi }}, writableLayer: {{ size: 1Gi }} }}
+"
+        );
+        parse(serde_yaml::from_str(&text).unwrap())
+    }
 
     #[test]
     fn a_manifest_is_read() {
-        let template: Template = parse(&TEMPLATE.replace("CPU", "2")).unwrap();
-        assert_eq!(template.spec.resources.cpu.to_string(), "2");
+        assert_eq!(template("2").unwrap().spec.resources.cpu.to_string(), "2");
     }
 
     #[test]
     fn a_fraction_without_quotes_is_explained() {
-        let message = parse::<Template>(&TEMPLATE.replace("CPU", "0.5")).unwrap_err();
-        assert_eq!(
-            message,
-            "spec.resources.cpu: YAML makes a number of 0.5: write it in quotes, spec.resources.cpu: \"0.5\""
-        );
+        let message = "spec.resources.cpu: YAML makes a number of 0.5: write it in quotes, cpu: \"0.5\"";
+        assert_eq!(template("0.5"), Err(Mistake::Content(message.to_owned())));
     }
 
     #[test]
     fn another_kind_is_refused() {
-        let message = parse::<Template>("apiVersion: v1\nkind: Pod\n").unwrap_err();
-        assert_eq!(message, "must be apiVersion kibotos.dev/v1alpha1, kind Template, not v1, Pod");
-        assert!(parse::<Template>("a: 1\n---\nb: 2\n").unwrap_err().starts_with("must be one YAML document"));
+        let pod = serde_json::json!({ "apiVersion": "v1", "kind": "Pod" });
+        let message = "must be apiVersion kibotos.dev/v1alpha1, kind Template, not v1, Pod";
+        assert_eq!(parse::<Template>(pod), Err(Mistake::Kind(message.to_owned())));
     }
 }
