@@ -212,7 +212,8 @@ pub fn from_status(status: &Status, subject: &Subject) -> Error {
         ("NotFound", _) | (_, 404) => not_found(status, subject),
         ("BadRequest", _) | (_, 400) => Error::invalid(format!("{subject}: {}", status.message)),
         ("Timeout" | "ServerTimeout" | "ServiceUnavailable" | "TooManyRequests", _) | (_, 429 | 502..=504) => {
-            Error::new(Kind::Unavailable, format!("{subject}: the API server cannot answer now: {}", status.message))
+            let said = if status.message.is_empty() { "the API server cannot answer now" } else { &status.message };
+            Error::new(Kind::Unavailable, format!("{subject}: {said}"))
         }
         _ => Error::new(Kind::Other, format!("{subject}: {}", status.message)),
     }

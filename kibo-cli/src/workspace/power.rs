@@ -283,7 +283,13 @@ fn failure(subject: &Subject, request: &PowerRequest, reason: Option<&str>, mess
         PowerState::Running => "did not start",
         PowerState::Stopped => "did not stop",
     };
-    failed(subject, verb, reason, message)
+    let error = failed(subject, verb, reason, message);
+    match &request.node {
+        Some(id) if error.kind == Kind::ResourceExhausted => {
+            error.next(format!("see why: {}", node::subject(id.as_str()).command("get")))
+        }
+        _ => error,
+    }
 }
 
 /// An error with the exit status of a Workspace's reason.
