@@ -235,7 +235,7 @@ async fn an_event_has_its_effect_once(place: Arc<Place>) -> Result<()> {
     }
     ensure!(stored(&place, "box").await?.resource_version() == before.resource_version(), "a replay wrote something");
     let mut stranger = launch.clone();
-    stranger.instance_id = "inst-00000000000000000000000000".to_owned();
+    "inst-00000000000000000000000000".clone_into(&mut stranger.instance_id);
     let stranger_ended =
         instance_event::Kind::Ended(v1::Ended { reason: EndReason::VmmExited.into(), ..v1::Ended::default() });
     say(&session, &stranger, 1, stranger_ended).await?;
@@ -390,7 +390,9 @@ async fn no_more_is_promised_than_there_is(place: Arc<Place>) -> Result<()> {
         executions.filter(|execution| execution.node.as_str() == node).count()
     };
     ensure!((on("crowd-1"), on("crowd-2")) == (6, 6), "they spread: {} and {}", on("crowd-1"), on("crowd-2"));
-    players.into_iter().for_each(|player| player.abort());
+    for player in players {
+        player.abort();
+    }
     Ok(())
 }
 
