@@ -180,6 +180,7 @@ mod tests {
         None
     }
 
+    #[expect(clippy::unnecessary_wraps, reason = "one of several answers to the same question")]
     fn isolated(_: &NodeId, _: Incarnation) -> Option<Void> {
         Some(Void::Isolated)
     }

@@ -2,6 +2,8 @@
 
 mod walk;
 
+use std::collections::BTreeMap;
+
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kibo_crds::{
     Bytes, Epoch, Incarnation, InstanceId, NodeId, PoolId, SequenceNumber, Template, Volume, Workspace, WorkspaceId,
@@ -98,8 +100,8 @@ pub(super) fn workspace() -> Workspace {
             writable_layer: None,
             volume: None,
             power: None,
-            node_selector: Default::default(),
-            annotations: Default::default(),
+            node_selector: BTreeMap::default(),
+            annotations: BTreeMap::default(),
         },
     );
     workspace.metadata.namespace = Some("default".into());

@@ -62,7 +62,9 @@ impl SimNode {
             .chain(launch.volumes.iter().filter_map(|volume| volume.object.as_ref()))
             .cloned()
             .collect();
-        objects.iter().for_each(|object| self.take(object));
+        for object in &objects {
+            self.take(object);
+        }
         let states = objects
             .iter()
             .map(|object| v1::ObjectState {
