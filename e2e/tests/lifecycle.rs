@@ -1,14 +1,16 @@
 //! The main job, by kubectl only and by kibo only: a Workspace becomes available, runs commands, is
 //! stopped and started with its data kept, and leaves nothing when it is deleted.
 
-use std::process::ExitCode;
+use std::process::{ExitCode, Stdio};
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use kibo_crds::workspace::WorkspacePhase;
 use kibo_crds::{Volume, Workspace, WorkspaceTombstone};
-use kibo_e2e::suite::{Place, STOP, Suite, execution};
+use kibo_e2e::suite::{Place, STOP, Suite, eventually, execution};
 use serde_json::{Value, json};
+use tokio::io::AsyncReadExt as _;
 
 fn main() -> ExitCode {
     Suite::with_everything()
@@ -183,12 +185,37 @@ async fn commands(place: Arc<Place>) -> Result<()> {
     let signal = place.kibo(&["workspace", "exec", "w", "--", "sh", "-c", "kill -9 $$"]).await?;
     ensure!(signal.code == 137, "{signal:?}");
     let missing = place.kibo(&["workspace", "exec", "w", "--", "no-such-program"]).await?;
-    ensure!(missing.code != 0 && missing.stderr.contains("no-such-program"), "{missing:?}");
+    ensure!(missing.code == 127 && missing.stderr.contains("no-such-program"), "as a shell says it: {missing:?}");
+    let no_program = place.kibo(&["workspace", "exec", "w", "--", "/etc/passwd"]).await?;
+    ensure!(no_program.code == 126 && no_program.stderr.contains("/etc/passwd"), "{no_program:?}");
+    a_reader_that_leaves_ends_the_command(&place).await?;
     // More than any buffer on the way holds.
     let large = place.kibo(&["workspace", "exec", "w", "--", "sh", "-c", "yes | head -c 3000000"]).await?.ok()?;
     ensure!(large.len() == 3_000_000, "{} bytes came", large.len());
     ensure!(place.sh("w", "hostname || cat /proc/sys/kernel/hostname").await? == "w");
     Ok(())
+}
+
+/// `kibo … exec … | head`: nobody reads on, so kibo ends, and with it the command in the guest.
+async fn a_reader_that_leaves_ends_the_command(place: &Place) -> Result<()> {
+    let mut kibo = tokio::process::Command::new(place.cluster().programs().kibo())
+        .args(["workspace", "exec", "w", "-n", place.namespace(), "--", "yes"])
+        .env("KUBECONFIG", place.cluster().layout().kubeconfig())
+        .stdout(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()?;
+    let mut first = [0; 2];
+    let mut output = kibo.stdout.take().context("its output")?;
+    output.read_exact(&mut first).await?;
+    ensure!(&first == b"y\n", "{first:?}");
+    drop(output);
+    let status = tokio::time::timeout(Duration::from_secs(30), kibo.wait()).await.context("kibo ends")??;
+    ensure!(status.code() == Some(141), "as one that a broken pipe ends: {status}");
+    eventually("the command has ended in the guest", Duration::from_secs(20), || async {
+        let running = place.sh("w", "grep -lx yes /proc/[0-9]*/comm || true").await?;
+        Ok(running.trim().is_empty().then_some(()))
+    })
+    .await
 }
 
 async fn log(place: Arc<Place>) -> Result<()> {
