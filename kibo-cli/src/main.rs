@@ -30,6 +30,7 @@ use crate::{
 
 fn main() {
     let cli = parse();
+    output::colour::detect();
     let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => exit(i32::from(report(&error.into()))),

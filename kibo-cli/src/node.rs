@@ -15,7 +15,7 @@ use crate::{
     client::{Cluster, Listed, Paging, remark_next_page},
     errors::{On as _, Result, Subject},
     output::{
-        ConditionView, OutputArgs, Page, Present, Table, conditions, present, remark,
+        ConditionView, OutputArgs, Page, Present, Table, colour, conditions, present, remark,
         words::{ABSENT, age, binary, cores, enum_word, instant, or_absent, when},
     },
 };
@@ -252,7 +252,7 @@ impl Present for One {
         );
         let mut page = Page::default();
         page.fact("Node", self.node.name_any());
-        page.fact("Status", status.phase.as_ref().map(enum_word).unwrap_or_default());
+        page.fact("Status", colour::state(&status.phase.as_ref().map(enum_word).unwrap_or_default()));
         page.fact("Admission", status.admission.as_ref().map(enum_word).unwrap_or_default());
         page.fact("Release", status.session.as_ref().map(|session| session.version.clone()).unwrap_or_default());
         page.fact("Session", self.session(&status));

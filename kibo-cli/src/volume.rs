@@ -17,7 +17,7 @@ use crate::{
     errors::{Error, Kind, On as _, Result, Subject},
     manifest,
     output::{
-        Form, OutputArgs, Page, Present, Table, present, print, remark,
+        Form, OutputArgs, Page, Present, Table, colour, present, print, remark,
         words::{age, enum_word, instant, or_absent, when},
     },
     wait::{Look, Wait},
@@ -253,7 +253,7 @@ impl Present for One {
         let mut page = Page::default();
         page.fact("Name", self.volume.name_any());
         page.fact("Namespace", self.volume.namespace().unwrap_or_default());
-        page.fact("State", status.phase.as_ref().map(enum_word).unwrap_or_default());
+        page.fact("State", colour::state(&status.phase.as_ref().map(enum_word).unwrap_or_default()));
         page.fact("Size", self.volume.spec.size.to_string());
         page.fact("Pool", pool(&self.volume).unwrap_or_default());
         page.fact("Workspace", status.bound_to.as_ref().map(|bound| bound.name.clone()).unwrap_or_default());

@@ -1,5 +1,6 @@
 //! How results reach the terminal or the script: tables, pages, JSON and YAML, bare names.
 
+pub mod colour;
 mod conditions;
 mod page;
 mod table;

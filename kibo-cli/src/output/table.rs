@@ -1,8 +1,8 @@
 //! Tables as kubectl users expect them: aligned columns, no borders, headers in capitals.
 
-use comfy_table::{ContentArrangement, presets};
+use comfy_table::{Cell, ContentArrangement, presets};
 
-use super::words::ABSENT;
+use super::{colour, words::ABSENT};
 
 /// Columns with a header each, and rows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -46,13 +46,29 @@ impl Table {
         }
         let mut table = comfy_table::Table::new();
         // Lines are as long as their content: the terminal wraps or the user scrolls, scripts cut columns.
-        table.load_preset(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled).force_no_tty();
-        table.set_header(&self.headers).add_rows(&self.rows);
+        table.load_preset(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
+        if colour::is_on() {
+            table.enforce_styling();
+        } else {
+            table.force_no_tty();
+        }
+        table.set_header(&self.headers);
+        for row in &self.rows {
+            table.add_row(row.iter().map(|text| cell(text)));
+        }
         for column in table.column_iter_mut() {
             column.set_padding((0, 3));
         }
         let lines: Vec<_> = table.lines().map(|line| line.trim_end().to_owned()).collect();
         lines.join("\n") + "\n"
+    }
+}
+
+fn cell(text: &str) -> Cell {
+    let cell = Cell::new(text);
+    match colour::of(text) {
+        Some(colour) => cell.fg(colour),
+        None => cell,
     }
 }
 

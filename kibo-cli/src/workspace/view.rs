@@ -15,7 +15,7 @@ use super::power::obstacle;
 use crate::{
     client::{Cluster, Listed},
     output::{
-        ConditionView, Page, Present, Table, conditions,
+        ConditionView, Page, Present, Table, colour, conditions,
         words::{age, binary, cores, enum_word, instant, or_absent, when, word},
     },
 };
@@ -357,7 +357,7 @@ impl Present for One {
         page.fact("Name", self.workspace.name_any());
         page.fact("Namespace", self.workspace.namespace().unwrap_or_default());
         page.fact("ID", or_absent(status.id));
-        page.fact("State", state(&status));
+        page.fact("State", colour::state(&state(&status)));
         page.fact_if("Waits for", waits(&status));
         page.fact("Node", or_absent(status.execution.as_ref().map(|execution| &execution.node)));
         if wide {
