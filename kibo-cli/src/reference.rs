@@ -34,7 +34,10 @@ quotes (`cpu: \"0.5\"`): without them YAML makes a number of it, which the API r
 | 17 | unavailable: no connection, or a node is out of reach |
 | 130 | interrupted with Ctrl-C: what was asked for goes on |
 
-`workspace exec` exits with the status of the remote command.
+`workspace exec` exits with the status of the remote command; 127 and 126 say, as in a shell, that there is no such
+program or that it cannot be run.
+
+Completions for a shell: `source <(kibo completions bash)`, or the same for zsh, fish, elvish and powershell.
 ";
 
 /// The whole page.

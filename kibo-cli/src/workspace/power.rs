@@ -218,8 +218,11 @@ pub async fn outcome(
 
 /// How far a request has come.
 fn look(seen: Option<&Workspace>, request: &PowerRequest, subject: &Subject) -> Result<Look<Workspace>> {
-    let gone = || Error::new(Kind::FailedPrecondition, format!("{subject} was deleted meanwhile"));
-    let workspace = seen.filter(|workspace| workspace.metadata.deletion_timestamp.is_none()).ok_or_else(gone)?;
+    let over = |how: &str| Error::new(Kind::FailedPrecondition, format!("{subject} {how}"));
+    let workspace = seen.ok_or_else(|| over("was deleted meanwhile"))?;
+    if workspace.metadata.deletion_timestamp.is_some() {
+        return Err(over("is being deleted, which nothing takes back"));
+    }
     let status = workspace.status.clone().unwrap_or_default();
     let current = workspace.spec.power.as_ref();
     // A forced stop in place of a normal one leads to what was waited for.

@@ -114,11 +114,16 @@ pub async fn exec(cluster: &Cluster, args: Exec) -> Result<u8> {
 
 fn not_available(subject: &Subject, phase: Option<WorkspacePhase>) -> Error {
     let state = phase.as_ref().map_or_else(|| "not AVAILABLE yet".to_owned(), enum_word);
-    let next = match phase {
-        Some(WorkspacePhase::Stopped | WorkspacePhase::Failed) => format!("start it: {}", subject.command("start")),
-        _ => format!("wait for it: {}", subject.command("wait")),
-    };
-    Error::new(Kind::FailedPrecondition, format!("{subject} is {state}, so nothing can be run in it")).next(next)
+    let error = Error::new(Kind::FailedPrecondition, format!("{subject} is {state}, so nothing can be run in it"));
+    match phase {
+        Some(WorkspacePhase::Stopped | WorkspacePhase::Failed) => {
+            error.next(format!("start it: {}", subject.command("start")))
+        }
+        Some(WorkspacePhase::Stopping | WorkspacePhase::Deleting) => {
+            error.next(format!("see what it waits for: {}", subject.command("get")))
+        }
+        _ => error.next(format!("wait for it: {}", subject.command("wait"))),
+    }
 }
 
 /// Connects the streams of the command with our own until it ends.
