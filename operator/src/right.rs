@@ -14,6 +14,17 @@ use kibo_protocol::v1;
 
 use crate::node::Void;
 
+/// What to do about a node that holds `object` and cannot be asked, for people.
+pub fn waits_for(object: &str, node: &NodeId, incarnation: Incarnation) -> String {
+    let isolation =
+        format!(r#"{{"spec":{{"isolation":{{"incarnation":{incarnation},"confirmHostCannotWrite":true}}}}}}"#);
+    format!(
+        "waits for node {node}, which holds {object} and has no control session: bring the host back, or, when it is \
+         off or cannot write to its storage any more, isolate it with `kubectl patch nodes.kibotos.dev {node} \
+         --type=merge -p '{isolation}'`"
+    )
+}
+
 /// The use right as a status stores it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Right {

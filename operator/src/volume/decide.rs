@@ -10,7 +10,7 @@ use kibo_crds::{
 use kube::ResourceExt as _;
 
 use crate::{
-    right::{HasRight as _, Standing},
+    right::{HasRight as _, Standing, waits_for},
     workspace::sight::Cluster,
 };
 
@@ -105,11 +105,7 @@ fn delete(sight: &Sight<'_>, status: &mut VolumeStatus) -> (Action, Option<Strin
     let void = |node: &_, incarnation| sight.cluster.void(node, incarnation);
     if let Standing::Held(holder) = status.right().standing(void) {
         if sight.cluster.session(&holder.node) != Some(holder.incarnation) {
-            let message = format!(
-                "waits for node {0}, which holds it and has no control session: bring the host back, or, when it is off, run `kibo node isolate {0} --confirm-host-cannot-write`",
-                holder.node
-            );
-            return (Action::Rest, Some(message));
+            return (Action::Rest, Some(waits_for("it", &holder.node, holder.incarnation)));
         }
         // Without `grantedFor` the grant was made for the deletion.
         let action = match status.granted_for {

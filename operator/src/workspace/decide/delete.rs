@@ -6,9 +6,9 @@ use kibo_crds::workspace::{Execution, WorkspacePhase};
 use kibo_protocol::v1;
 use kube::ResourceExt as _;
 
-use super::{Action, Decision, can_ask, idle::bound_to, running::stop, unreachable};
+use super::{Action, Decision, can_ask, idle::bound_to, running::stop};
 use crate::{
-    right::{HasRight as _, Standing},
+    right::{HasRight as _, Standing, waits_for},
     workspace::{
         draft::{Draft, Wait},
         sight::{CREATED_FOR, Sight},
@@ -54,7 +54,10 @@ fn delete_layer(sight: &Sight<'_>, mut draft: Draft<'_>) -> Decision {
             return draft.then(Action::DeleteLayer { holder });
         }
         if !sight.cluster.is_settling() {
-            draft.wait_for(Wait::node("HolderUnreachable", unreachable("the writable layer", &holder.node)));
+            draft.wait_for(Wait::node(
+                "HolderUnreachable",
+                waits_for("the writable layer", &holder.node, holder.incarnation),
+            ));
         }
         return draft.then(Action::Rest);
     }

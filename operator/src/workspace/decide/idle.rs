@@ -9,10 +9,10 @@ use kibo_crds::{
 };
 use kube::ResourceExt as _;
 
-use super::{Action, Decision, Object, Start, blocked, can_ask, unreachable};
+use super::{Action, Decision, Object, Start, blocked, can_ask};
 use crate::{
     placement::{Demand, Disk},
-    right::{HasRight as _, Right, Standing},
+    right::{HasRight as _, Right, Standing, waits_for},
     workspace::{
         draft::{Draft, Wait},
         launch,
@@ -131,7 +131,7 @@ fn start(sight: &Sight<'_>, mut draft: Draft<'_>, request: PowerRequest, volume:
         if sight.cluster.is_settling() {
             return draft.then(Action::Rest);
         }
-        let wait = Wait::node("HolderUnreachable", unreachable(name, &holder.node));
+        let wait = Wait::node("HolderUnreachable", waits_for(name, &holder.node, holder.incarnation));
         return blocked(draft, &request, wait, Action::Rest);
     }
     match demand(sight, &draft, &request, template, volume) {

@@ -163,13 +163,6 @@ pub fn unplaced(sight: &Sight<'_>, request: &PowerRequest, answer: &str) -> Outc
     blocked(draft, request, Wait::placement(RESOURCE_EXHAUSTED, answer), Action::Rest).outcome
 }
 
-/// What to do about a holder whose node cannot be asked.
-fn unreachable(object: &str, node: &NodeId) -> String {
-    format!(
-        "waits for node {node}, which holds {object} and has no control session: bring the host back, or, when it is off or cannot write to its storage any more, run `kibo node isolate {node} --confirm-host-cannot-write`"
-    )
-}
-
 /// Whether a holder's node can be asked now.
 fn can_ask(sight: &Sight<'_>, holder: &Holder) -> bool {
     sight.cluster.session(&holder.node) == Some(holder.incarnation)

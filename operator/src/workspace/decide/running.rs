@@ -3,10 +3,13 @@
 use kibo_crds::workspace::{Execution, PowerRequest, PowerState, StopMode, WorkspacePhase};
 use kibo_protocol::v1;
 
-use super::{Action, Decision, unreachable};
-use crate::workspace::{
-    draft::{Draft, Wait},
-    sight::Sight,
+use super::{Action, Decision};
+use crate::{
+    right::waits_for,
+    workspace::{
+        draft::{Draft, Wait},
+        sight::Sight,
+    },
 };
 
 pub(super) fn decide(sight: &Sight<'_>, mut draft: Draft<'_>, execution: &Execution) -> Decision {
@@ -68,7 +71,10 @@ pub(super) fn stop(sight: &Sight<'_>, mut draft: Draft<'_>, execution: &Executio
         return draft.then(Action::Stop { node, incarnation, instance: execution.instance_id, mode });
     }
     if !sight.cluster.is_settling() {
-        draft.wait_for(Wait::node("NodeUnreachable", unreachable("the execution", &execution.node)));
+        draft.wait_for(Wait::node(
+            "NodeUnreachable",
+            waits_for("the execution", &execution.node, execution.incarnation),
+        ));
     }
     draft.then(Action::Rest)
 }
@@ -79,7 +85,10 @@ fn start_goes_on(sight: &Sight<'_>, mut draft: Draft<'_>, execution: &Execution)
         return draft.then(if was_told { Action::Rest } else { Action::Go });
     }
     if !sight.cluster.is_settling() {
-        draft.wait_for(Wait::node("NodeUnreachable", unreachable("the execution", &execution.node)));
+        draft.wait_for(Wait::node(
+            "NodeUnreachable",
+            waits_for("the execution", &execution.node, execution.incarnation),
+        ));
     }
     draft.then(Action::Rest)
 }

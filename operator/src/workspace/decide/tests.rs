@@ -343,7 +343,7 @@ fn a_stop_without_a_session_says_what_it_waits_for() {
     assert_eq!(decision.action, Action::Rest);
     let status = status(&decision);
     assert_eq!(condition(status, "NodeReachable"), ("False", "NodeUnreachable"));
-    assert!(status.message.as_ref().unwrap().contains("kibo node isolate a"), "{status:?}");
+    assert!(status.message.as_ref().unwrap().contains("kubectl patch nodes.kibotos.dev a "), "{status:?}");
     let settling = Facts { settling: true, ..Facts::default() };
     assert_eq!(condition(super::tests::status(&look(&workspace, &settling)), "NodeReachable").0, "True");
 }
