@@ -100,6 +100,24 @@ fn an_interrupted_up_is_repeated_or_taken_down() {
     assert_eq!(processes_of(&state).len(), 0);
 }
 
+/// What etcd leaves when it is killed while it makes its first files: a log without a member in it.
+#[test]
+fn an_etcd_that_was_killed_while_it_was_born_is_made_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let state = dir.path().join("state");
+    let _down = Down(&state);
+    succeed(&state, &UP);
+    succeed(&state, &["down"]);
+    let layout = Layout::new(state.clone());
+    std::fs::remove_file(layout.etcd_in_use()).unwrap();
+    let wal = layout.etcd_data().join("member/wal");
+    for entry in std::fs::read_dir(&wal).unwrap() {
+        std::fs::remove_file(entry.unwrap().path()).unwrap();
+    }
+    std::fs::write(wal.join("0000000000000000-0000000000000000.wal"), [0; 512]).unwrap();
+    succeed(&state, &UP);
+}
+
 #[test]
 fn what_is_not_there_is_said() {
     let dir = tempfile::tempdir().unwrap();

@@ -258,12 +258,33 @@ impl LocalCluster {
         let (layout, pki, ports) = (&self.layout, &self.pki, self.ports());
         let binaries = self.programs.control_plane.join("bin");
         Ok(match component {
-            Component::Etcd => control_plane::etcd(layout, pki, ports, &binaries),
-            Component::ApiServer => control_plane::apiserver(layout, pki, ports, &binaries),
+            Component::Etcd => {
+                self.forget_unborn_etcd()?;
+                control_plane::etcd(layout, pki, ports, &binaries)
+            }
+            Component::ApiServer => {
+                pki::write(&layout.etcd_in_use(), b"")?;
+                control_plane::apiserver(layout, pki, ports, &binaries)
+            }
             Component::ControllerManager => control_plane::controller_manager(layout, pki, ports, &binaries),
             Component::Operator => self.operator_launch().await?,
             Component::Node(id) => self.node_launch(id).await?,
         })
+    }
+
+    /// An etcd that was killed while it made its first files never elects itself again. Before an API
+    /// server was started there is nothing in it, so it begins anew.
+    fn forget_unborn_etcd(&self) -> Result<(), ClusterError> {
+        let data = self.layout.etcd_data();
+        if self.layout.etcd_in_use().exists() {
+            return Ok(());
+        }
+        match fs::remove_dir_all(&data) {
+            Err(source) if source.kind() != std::io::ErrorKind::NotFound => {
+                Err(ClusterError::StateDir { path: data, source })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Waits until a component that was spawned serves.

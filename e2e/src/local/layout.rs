@@ -51,6 +51,11 @@ impl Layout {
         self.control_plane().join("etcd")
     }
 
+    /// Exists once an API server may have written to etcd.
+    pub fn etcd_in_use(&self) -> PathBuf {
+        self.control_plane().join("etcd-in-use")
+    }
+
     /// One line of JSON for each request that the API server finished: who did what.
     pub fn audit_log(&self) -> PathBuf {
         self.control_plane().join("audit.log")
