@@ -180,7 +180,7 @@ impl InstanceDir {
     }
 }
 
-/// Empty when it cannot be read: for messages only.
+/// Empty when it cannot be read, which is then like no boot.
 pub fn host_boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }

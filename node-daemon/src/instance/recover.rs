@@ -100,8 +100,7 @@ fn found(inner: &Inner, record: &Record, launch: &Launch, process: Option<VmProc
             Found::Running(process, sockets.map_err(|source| RecoverError::Directory { instance, source })?)
         }
         (None, Some(ending)) => Found::Gone(ending.clone()),
-        // No guest was configured, so nothing was written and nobody was told that it runs.
-        (None, None) if !record.configured => Found::Unstarted,
+        (None, None) if may_start_again(record, &host_boot_id()) => Found::Unstarted,
         (None, None) => {
             let cgroup = inner.deps.vmm.cgroup(&instance.to_string());
             let ending = if cgroup.oom_kills().is_some_and(|kills| kills > 0) {
@@ -117,6 +116,13 @@ fn found(inner: &Inner, record: &Record, launch: &Launch, process: Option<VmProc
     })
 }
 
+/// Whether an Instance without a VM and an end is to be started: no guest was configured, so nothing was written and
+/// nobody was told that it runs. Never after another boot of the host, nor when that cannot be known: the node may have
+/// been isolated while it was down and another node may hold the disks, and nobody is asked before this starts.
+fn may_start_again(record: &Record, host_boot_id: &str) -> bool {
+    !record.configured && !host_boot_id.is_empty() && record.host_boot_id == host_boot_id
+}
+
 async fn kill_all(processes: Vec<ProcessId>) {
     for process in processes {
         let Ok(running) = VmProcess::open(process.pid) else { continue };
@@ -129,5 +135,32 @@ async fn kill_all(processes: Vec<ProcessId>) {
             Ok(Err(error)) => tracing::error!(pid = process.pid, %error, "failed to wait for a killed process"),
             Err(_) => tracing::error!(pid = process.pid, "a killed process does not go: its disk may hang"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kibo_crds::Incarnation;
+
+    use super::*;
+    use crate::launch::Taker;
+
+    fn record(host_boot_id: &str, configured: bool) -> Record {
+        let taker =
+            Taker { node: "n1".parse().unwrap(), incarnation: Incarnation(1), instance: InstanceId::generate() };
+        let record = serde_json::json!({
+            "taker": taker, "hostBootId": host_boot_id, "launch": "", "configured": configured,
+        });
+        serde_json::from_value(record).unwrap()
+    }
+
+    #[test]
+    fn only_what_was_not_configured_in_this_boot_is_started_again() {
+        assert!(may_start_again(&record("this", false), "this"));
+        assert!(!may_start_again(&record("this", true), "this"));
+        assert!(!may_start_again(&record("before", false), "this"));
+        // Records of older daemons have none, and it may not be readable.
+        assert!(!may_start_again(&record("", false), "this"));
+        assert!(!may_start_again(&record("", false), ""));
     }
 }
