@@ -188,6 +188,11 @@ impl Journal {
         &self.pending
     }
 
+    #[cfg(test)]
+    pub fn pending_mut(&mut self) -> &mut VecDeque<InstanceEvent> {
+        &mut self.pending
+    }
+
     pub fn last_seq(&self) -> u64 {
         self.last_seq
     }

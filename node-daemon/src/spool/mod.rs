@@ -129,13 +129,13 @@ impl EventSpool {
         self.changed.send_modify(|count| *count += 1);
     }
 
-    /// Every event that waits for its acknowledgement; those of one Instance in their order.
+    /// Every event that waits for its acknowledgement; those of one Instance in their order, the Instances by the time
+    /// of their first. The clock may be set back, so that it says nothing about the order within an Instance.
     pub fn unacked(&self) -> Vec<v1::InstanceEvent> {
-        let mut events: Vec<_> = self.lock().values().flat_map(|journal| journal.pending().iter().cloned()).collect();
-        events.sort_by(|a, b| {
-            if a.instance_id == b.instance_id { a.seq.cmp(&b.seq) } else { a.unix_nanos.cmp(&b.unix_nanos) }
-        });
-        events
+        let journals = self.lock();
+        let mut pending: Vec<_> = journals.values().map(Journal::pending).collect();
+        pending.sort_by_key(|events| events.front().map(|first| first.unix_nanos));
+        pending.into_iter().flatten().cloned().collect()
     }
 
     /// Number of the last event made for an Instance; 0 when none is known.

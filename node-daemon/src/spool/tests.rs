@@ -97,6 +97,30 @@ fn a_long_journal_is_written_anew_and_keeps_its_numbers() {
 }
 
 #[test]
+fn a_clock_that_goes_back_keeps_the_order_of_each_instance() {
+    let dir = tempfile::tempdir().unwrap();
+    let spool = EventSpool::open(dir.path()).unwrap();
+    let instances = [InstanceId::generate(), InstanceId::generate()];
+    for number in 0..20 {
+        for (index, instance) in (0u64..).zip(instances) {
+            let seq = spool.append(instance, WORKSPACE, exited()).unwrap();
+            let mut journals = spool.lock();
+            // Up for one, down for the other, and all over again.
+            let time = if index == 0 { number % 7 + 1 } else { 20 - number };
+            let at = usize::try_from(seq - 1).unwrap();
+            journals.get_mut(&instance).unwrap().pending_mut()[at].unix_nanos = time;
+        }
+    }
+    let events = spool.unacked();
+    assert_eq!(events.len(), 40);
+    for instance in instances {
+        let own = events.iter().filter(|event| event.instance_id == instance.to_string());
+        assert_eq!(own.map(|event| event.seq).collect::<Vec<_>>(), (1..=20).collect::<Vec<_>>());
+    }
+    assert_eq!(events[0].instance_id, instances[0].to_string(), "the one whose first event is the oldest");
+}
+
+#[test]
 fn acks_wake_whoever_waits() {
     let dir = tempfile::tempdir().unwrap();
     let instance = InstanceId::generate();
