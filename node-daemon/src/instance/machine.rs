@@ -174,6 +174,12 @@ impl State {
         }
     }
 
+    /// Whether the time of the deadline counts from now, when `input` led to `next`. What else a guest says must not put
+    /// it off: it could evade a forced stop for ever.
+    pub fn begins_anew(&self, next: &Self, input: &Input) -> bool {
+        self != next || matches!(input, Input::TimedOut)
+    }
+
     pub fn reported(&self) -> InstanceState {
         match self {
             Self::Starting { .. } | Self::Booting | Self::Configuring { .. } => InstanceState::Starting,

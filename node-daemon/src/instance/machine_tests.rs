@@ -200,3 +200,29 @@ fn an_ending_survives_the_way_through_its_file() {
     assert!(text.contains("END_REASON_GUEST_CONFIGURE_FAILED"), "{text}");
     assert_eq!(serde_json::from_str::<Ending>(&text).unwrap(), ending);
 }
+
+#[test]
+fn what_a_guest_says_again_puts_no_deadline_off() {
+    let notice = Input::Noticed(Kind::GuestUnresponsive(kibo_protocol::v1::GuestUnresponsive {}));
+    let unconfigured = Input::Connected(GuestCondition::Unconfigured);
+    let ready = Input::Connected(GuestCondition::Ready);
+    let again = [
+        (State::LastSync, ready),
+        (State::Configuring { stop: false }, unconfigured),
+        (State::Syncing { failed: true }, Input::Synced { error: "no space".into() }),
+    ];
+    let noticed = all_states().into_iter().map(|state| (state, notice.clone()));
+    for (state, input) in noticed.chain(again) {
+        let (next, _) = state.clone().step(input.clone());
+        assert!(!state.begins_anew(&next, &input), "{state:?} at {input:?}");
+    }
+}
+
+/// Else the task would spin on a deadline that has passed.
+#[test]
+fn a_deadline_that_passed_begins_anew() {
+    for state in all_states() {
+        let (next, _) = state.clone().step(Input::TimedOut);
+        assert!(state.begins_anew(&next, &Input::TimedOut), "{state:?}");
+    }
+}

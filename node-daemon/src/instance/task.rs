@@ -179,10 +179,11 @@ impl Task {
             let input = tokio::select! {
                 biased;
                 input = self.inputs.receiver.recv() => input,
-                event = next_event(self.vm.as_mut()) => self.heard(event).await,
+                // Before the guest, which could always have something to say.
                 () = tokio::time::sleep_until(deadline.unwrap_or(entered)), if deadline.is_some() => {
                     Some(Input::TimedOut)
                 }
+                event = next_event(self.vm.as_mut()) => self.heard(event).await,
             };
             let Some(input) = input else { continue };
             let state = std::mem::replace(&mut self.state, State::Starting { end: None });
@@ -190,7 +191,7 @@ impl Task {
             if next != state {
                 tracing::info!(%instance, from = ?state, to = ?next, because = ?input, "instance");
             }
-            if next != state || !actions.is_empty() {
+            if state.begins_anew(&next, &input) {
                 entered = Instant::now();
             }
             self.state = next;
