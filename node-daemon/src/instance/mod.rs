@@ -81,6 +81,14 @@ struct Handle {
     guest: Option<Guest>,
 }
 
+impl Handle {
+    /// Says nothing about whether it was heard: an Instance exists until its handle is gone, also when its task has
+    /// failed. Its VM may still write then, so nobody may release its objects.
+    fn tell(&self, input: Input) {
+        let _ = self.inputs.send(input);
+    }
+}
+
 impl Instances {
     /// Takes up what an earlier daemon left: adopts what runs, ends what does not, removes what belongs to nothing.
     pub async fn recover(deps: Deps) -> Result<Self, RecoverError> {
@@ -109,7 +117,7 @@ impl Instances {
         }
         let Some(inputs) = self.0.register(&launch, v1::InstanceState::Starting) else { return };
         let inner = self.0.clone();
-        tokio::spawn(task::run_new(inner, launch, inputs));
+        task::spawn(instance, task::run_new(inner, launch, inputs));
     }
 
     /// Stops an Instance; the end is told by an event. False when it does not exist here.
@@ -224,7 +232,7 @@ impl Inner {
     }
 
     fn tell(&self, instance: InstanceId, input: Input) -> bool {
-        self.lock().get(&instance).is_some_and(|handle| handle.inputs.send(input).is_ok())
+        self.lock().get(&instance).map(|handle| handle.tell(input)).is_some()
     }
 
     fn entered(&self, instance: InstanceId, state: v1::InstanceState) {

@@ -73,7 +73,7 @@ async fn recover_one(inner: &Arc<Inner>, instance: InstanceId, own: Vec<ProcessI
         Found::Gone(_) => InstanceState::Stopping,
     };
     if let Some(inputs) = inner.register(&launch, state) {
-        tokio::spawn(task::run_found(inner.clone(), launch, record, inputs, found));
+        task::spawn(instance, task::run_found(inner.clone(), launch, record, inputs, found));
     }
     Ok(())
 }

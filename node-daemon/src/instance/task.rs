@@ -1,10 +1,12 @@
 //! The task of one Instance: feeds its state machine and does what that decides.
 
-use std::{sync::Arc, time::Duration};
+use std::{panic::AssertUnwindSafe, sync::Arc, time::Duration};
 
+use futures::FutureExt as _;
+use kibo_crds::InstanceId;
 use kibo_guest_protocol::{ProcessEnd, v1 as guest};
 use kibo_protocol::v1::{self as protocol, EndReason, instance_event::Kind};
-use tokio::{sync::mpsc, time::Instant};
+use tokio::{sync::mpsc, task::JoinHandle, time::Instant};
 
 use super::{
     Inner, Record,
@@ -50,6 +52,17 @@ pub struct Task {
     /// When an end of the entrypoint was told last.
     last_exit: Option<Instant>,
     boot_id: String,
+}
+
+/// Runs an Instance on its own. A panic ends the whole process: the Instance would be without a keeper while its VM goes
+/// on, whereas the next daemon takes it up like after any other crash.
+pub fn spawn(instance: InstanceId, run: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
+    tokio::spawn(async move {
+        if AssertUnwindSafe(run).catch_unwind().await.is_err() {
+            tracing::error!(%instance, "the task of an Instance panicked: the daemon aborts, its VMs go on");
+            std::process::abort();
+        }
+    })
 }
 
 /// Runs a new Instance to its end.
@@ -376,6 +389,38 @@ fn entrypoint_exited(status: Option<guest::ExitStatus>, will_restart: bool) -> p
 async fn blocking<T: Send + 'static>(step: impl FnOnce() -> T + Send + 'static) -> T {
     match tokio::task::spawn_blocking(step).await {
         Ok(value) => value,
-        Err(error) => std::panic::resume_unwind(error.into_panic()),
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            // Cancelled: the runtime ends, and this task with it.
+            Err(_) => std::future::pending().await,
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        os::unix::process::ExitStatusExt as _,
+        process::{Command, Stdio},
+    };
+
+    use super::*;
+
+    const CHILD: &str = "KIBO_TEST_PANICS";
+
+    #[test]
+    fn a_panic_ends_the_process() {
+        if std::env::var_os(CHILD).is_some() {
+            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            let _ = runtime.block_on(async { spawn(InstanceId::generate(), async { panic!("on purpose") }).await });
+            return;
+        }
+        let status = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "instance::task::tests::a_panic_ends_the_process"])
+            .env(CHILD, "1")
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status();
+        assert_eq!(status.unwrap().signal(), Some(6));
     }
 }
