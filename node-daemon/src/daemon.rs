@@ -4,6 +4,7 @@ use std::{fs, process::ExitCode, sync::Arc, time::Duration};
 
 use anyhow::Context as _;
 use kibo_crds::NodeId;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
@@ -27,6 +28,7 @@ const LAST_THREADS: Duration = Duration::from_secs(1);
 
 /// Runs until it is asked to end.
 pub fn run(config: Config) -> anyhow::Result<ExitCode> {
+    raise_descriptor_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()
@@ -39,6 +41,14 @@ pub fn run(config: Config) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Outcome::Isolated => Ok(ExitCode::from(ISOLATED)),
+    }
+}
+
+/// Each VM costs about seven descriptors, and the usual soft limit of 1024 is only there for programs that use select().
+fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
+        tracing::debug!(%error, ?limit, "failed to raise the limit of open descriptors");
     }
 }
 
@@ -107,4 +117,16 @@ fn shutdown_signal() -> anyhow::Result<CancellationToken> {
         });
     }
     Ok(shutdown)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_soft_limit_of_descriptors_becomes_the_hard_one() {
+        raise_descriptor_limit();
+        let limit = getrlimit(Resource::Nofile);
+        assert_eq!(limit.current, limit.maximum);
+    }
 }
