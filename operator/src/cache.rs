@@ -98,6 +98,10 @@ impl<K: Resource + Clone, P: Projection<K>> Cache<K, P> {
         self.read().objects.keys().cloned().collect()
     }
 
+    fn uids(&self) -> Vec<(String, Key)> {
+        self.read().keys.iter().map(|(uid, key)| (uid.clone(), key.clone())).collect()
+    }
+
     /// Looks at the projection; keep it short, writers wait.
     pub fn project<T>(&self, look: impl FnOnce(&P) -> T) -> T {
         look(&self.read().projection)
@@ -155,16 +159,21 @@ where
     P: Projection<K> + 'static,
 {
     let mut seen: HashSet<String> = HashSet::new();
+    // What was known before the list was asked for: an own creation after that is not in it, and stays.
+    let mut known: Vec<(String, Key)> = Vec::new();
     let mut events = pin!(watcher(api, watcher::Config::default()).default_backoff());
     while let Some(event) = events.next().await {
         match event {
-            Ok(watcher::Event::Init) => seen.clear(),
+            Ok(watcher::Event::Init) => {
+                seen.clear();
+                known = cache.uids();
+            }
             Ok(watcher::Event::InitApply(object)) => {
                 seen.insert(object.uid().unwrap_or_default());
                 cache.observe(object);
             }
             Ok(watcher::Event::InitDone) => {
-                forget_unlisted(&cache, &std::mem::take(&mut seen));
+                forget_unlisted(&cache, &std::mem::take(&mut known), &std::mem::take(&mut seen));
                 listed.send_replace(true);
             }
             Ok(watcher::Event::Apply(object)) => {
@@ -180,9 +189,13 @@ where
     }
 }
 
-/// Objects that a later complete list does not show were deleted while nobody watched.
-fn forget_unlisted<K: Resource + Clone, P: Projection<K>>(cache: &Cache<K, P>, listed: &HashSet<String>) {
-    let known: Vec<_> = cache.read().keys.iter().map(|(uid, key)| (uid.clone(), key.clone())).collect();
+/// Objects that were known before a later complete list, and that it does not show, were deleted while
+/// nobody watched.
+fn forget_unlisted<K: Resource + Clone, P: Projection<K>>(
+    cache: &Cache<K, P>,
+    known: &[(String, Key)],
+    listed: &HashSet<String>,
+) {
     for (uid, key) in known.iter().filter(|(uid, _)| !listed.contains(uid)) {
         cache.forget(key, uid);
     }
@@ -219,6 +232,17 @@ mod tests {
         assert!(!cache.observe(volume("u1", 10)));
         assert!(cache.observe(volume("u1", 100)));
         assert_eq!(cache.project(|count| count.0), 1);
+    }
+
+    #[test]
+    fn what_was_made_while_a_list_was_on_its_way_stays() {
+        let cache: Cache<Volume, Count> = Cache::new(Box::new(|_, _, _| {}));
+        cache.observe(volume("u1", 10));
+        let known = cache.uids();
+        assert!(cache.observe(volume("u2", 12)), "its successor, made after the list was asked for");
+        forget_unlisted(&cache, &known, &HashSet::new());
+        assert!(cache.by_uid("u2").is_some());
+        assert!(cache.observe(volume("u2", 13)), "and its watch is believed");
     }
 
     #[test]

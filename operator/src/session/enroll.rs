@@ -2,7 +2,7 @@
 
 use k8s_openapi::jiff::Timestamp;
 use kibo_crds::{
-    Node, NodeId,
+    Incarnation, Node, NodeId,
     node::{Admission, NodeStatus},
 };
 use kibo_protocol::{NodeKey, Secret, SecretHash, v1};
@@ -34,6 +34,12 @@ pub enum Refusal {
     Expired(NodeId),
     #[error("node {0} has a live control session from another host: stop kibo-node-daemon there first")]
     SessionLive(NodeId),
+    #[error(
+        "node {0} has lived, and another host may still run what it held: when that host is off or cannot write to its \
+         storage any more, isolate it with `kubectl patch nodes.kibotos.dev {0} --type=merge -p \
+         '{{\"spec\":{{\"isolation\":{{\"incarnation\":{1},\"confirmHostCannotWrite\":true}}}}}}'`, then enroll again"
+    )]
+    NotIsolated(NodeId, Incarnation),
 }
 
 impl Refusal {
@@ -42,12 +48,17 @@ impl Refusal {
             Self::UnknownNode(_) => Code::NotFound,
             Self::WrongSecret(_) => Code::PermissionDenied,
             Self::Used(_) => Code::AlreadyExists,
-            Self::Retired(_) | Self::NoGrant(_) | Self::Expired(_) | Self::SessionLive(_) => Code::FailedPrecondition,
+            Self::Retired(_) | Self::NoGrant(_) | Self::Expired(_) | Self::SessionLive(_) | Self::NotIsolated(..) => {
+                Code::FailedPrecondition
+            }
         }
     }
 }
 
 /// Whether whoever shows a secret with this hash may become the node. Pure.
+///
+/// A new host says truly that it runs nothing, which would void what an older one of this name holds and
+/// may still write: so it may take the name only when the older life was isolated.
 pub fn decide(
     id: &NodeId,
     node: Option<&Node>,
@@ -57,7 +68,8 @@ pub fn decide(
 ) -> Result<(), Refusal> {
     let node = node.ok_or_else(|| Refusal::UnknownNode(id.clone()))?;
     let hash = |text: &str| text.parse::<SecretHash>().ok();
-    if Facts::of(node).retired {
+    let facts = Facts::of(node);
+    if facts.retired {
         return Err(Refusal::Retired(id.clone()));
     }
     let used = node.status.as_ref().and_then(|status| status.used_secret_hash.as_deref()).and_then(hash);
@@ -71,8 +83,12 @@ pub fn decide(
     if grant.expires_at.0 <= now {
         return Err(Refusal::Expired(id.clone()));
     }
-    if has_session {
+    let is_alive = node.status.as_ref().and_then(|status| status.session.as_ref()).is_some_and(|session| session.alive);
+    if has_session || is_alive {
         return Err(Refusal::SessionLive(id.clone()));
+    }
+    if let Some(lived) = facts.incarnation.filter(|lived| facts.isolated < Some(*lived)) {
+        return Err(Refusal::NotIsolated(id.clone(), lived));
     }
     Ok(())
 }
@@ -144,7 +160,22 @@ mod tests {
                 Some(NodeStatus { used_secret_hash: used.map(|byte| hash(byte).to_string()), ..NodeStatus::default() });
             node
         };
+        let lived = |isolated| {
+            let mut node = node(Some(1), Some(2), false);
+            node.status.get_or_insert_default().incarnation = Some(Incarnation(3));
+            node.status.get_or_insert_default().isolation = isolated;
+            node
+        };
+        let isolated = |incarnation| kibo_crds::node::IsolationResult {
+            incarnation: Incarnation(incarnation),
+            released_volumes: None,
+            released_layers: None,
+            failed_workspaces: None,
+        };
         for (node, session, now, expected) in [
+            (Some(lived(None)), false, 99, Err(Refusal::NotIsolated(id.clone(), Incarnation(3)))),
+            (Some(lived(Some(isolated(2)))), false, 99, Err(Refusal::NotIsolated(id.clone(), Incarnation(3)))),
+            (Some(lived(Some(isolated(3)))), false, 99, Ok(())),
             (Some(node(Some(1), None, false)), false, 99, Ok(())),
             // A new token for a host that was installed anew.
             (Some(node(Some(1), Some(2), false)), false, 99, Ok(())),

@@ -7,12 +7,17 @@ use std::{
 };
 
 use futures::{StreamExt as _, stream::FuturesUnordered};
+use kibo_crds::InstanceId;
 use kibo_protocol::v1::{self, InstanceEvent, to_node};
 use tokio::sync::mpsc;
 use tokio_util::task::TaskTracker;
 
 use super::{hooks::EventIngest, live::Session};
 
+/// Events of one session that are kept or in work; beyond it the node's stream is not read.
+const KEPT: usize = 4096;
+/// Instances of one session whose events are taken in side by side.
+const SIDE_BY_SIDE: usize = 64;
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
@@ -27,6 +32,7 @@ pub async fn run(
     // An entry stands for one event in work; what waits behind it is its queue.
     let mut lanes: HashMap<String, VecDeque<InstanceEvent>> = HashMap::new();
     let mut working = FuturesUnordered::new();
+    let mut queued = 0;
     // A task of its own: a session that ends does not cut a commit in two.
     let start = |event| {
         let handle = tasks.spawn(take_in(session.clone(), ingest.clone(), event));
@@ -35,10 +41,13 @@ pub async fn run(
     loop {
         tokio::select! {
             () = session.over.cancelled() => return,
-            event = events.recv() => {
+            event = events.recv(), if queued < KEPT && working.len() < SIDE_BY_SIDE => {
                 let Some(event) = event else { return };
-                if let Some(queue) = lanes.get_mut(&event.instance_id) {
+                if event.instance_id.parse::<InstanceId>().is_err() {
+                    tracing::warn!(node = %session.node, "an event of something that is no Instance is dropped");
+                } else if let Some(queue) = lanes.get_mut(&event.instance_id) {
                     queue.push_back(event);
+                    queued += 1;
                 } else {
                     lanes.insert(event.instance_id.clone(), VecDeque::new());
                     working.push(start(event));
@@ -51,7 +60,10 @@ pub async fn run(
                     return;
                 };
                 match lanes.get_mut(&instance).and_then(VecDeque::pop_front) {
-                    Some(event) => working.push(start(event)),
+                    Some(event) => {
+                        queued -= 1;
+                        working.push(start(event));
+                    }
                     None => {
                         lanes.remove(&instance);
                     }

@@ -103,7 +103,12 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
             wrote = true;
         }
     }
-    let Some(workspace) = world.workspaces.get(key) else { return Ok(Step::Rest) };
+    if wrote && matches!(action, Action::Start(_)) {
+        // A start is guarded by the version that it was decided on, which is not the one just written.
+        return Ok(Step::Again);
+    }
+    let workspace = if wrote { world.workspaces.get(key) } else { Some(workspace) };
+    let Some(workspace) = workspace else { return Ok(Step::Rest) };
     if matches!(action, Action::Start(_)) {
         // Before it is placed: room that appears while nobody has taken it yet is not missed.
         world.wait_for_room(key.clone());

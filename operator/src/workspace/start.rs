@@ -4,7 +4,7 @@
 //! taken back when that does not come to be. The commit is guarded by the version of the Workspace that
 //! the decision was made on, so a deletion or a stop that came in between wins, and the offer is revoked.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use kibo_crds::{Template, Volume, Workspace};
 use kibo_protocol::v1::{self, to_node::Message};
@@ -47,6 +47,8 @@ pub(super) async fn start(
     loop {
         let placed = match place(world, workspace, &demand).await {
             Some(Ok(placed)) => placed,
+            // A node that only came too late is asked again when its pause is over; that is no lack of room.
+            Some(Err(_)) if !world.avoided(&uid).is_empty() => return Ok(Step::After(RETRY)),
             Some(Err(answer)) => return unplaced(world, workspace, template, volume, &start, &answer).await,
             None => return Ok(Step::Rest),
         };
@@ -152,9 +154,15 @@ async fn commit(
     match world.write_workspace(workspace, status).await {
         Ok(()) => {}
         // It may yet be stored: the node's own clock ends the reservation, or the next look sends the Go.
-        Err(error @ WriteError::Unknown { .. }) => return Err(error.into()),
+        Err(error @ WriteError::Unknown { .. }) => {
+            drop(placed.reservation);
+            take_back(world, volume, RETRY * 2);
+            return Err(error.into());
+        }
         Err(error) => {
             revoke(&world.ctx.registry, &place, place.incarnation);
+            drop(placed.reservation);
+            take_back(world, volume, Duration::ZERO);
             return Err(error.into());
         }
     }
@@ -172,6 +180,14 @@ async fn commit(
     }
     drop(placed.reservation);
     Ok(Step::Again)
+}
+
+/// A Volume whose grant came to nothing is looked at again, once the reservation does not speak for it any
+/// more; nothing else would ring for it.
+fn take_back(world: &World, volume: Option<&Volume>, delay: Duration) {
+    if let Some(volume) = volume {
+        world.bells.volumes.push_after(Key::of(volume), delay);
+    }
 }
 
 async fn unplaced(
