@@ -302,8 +302,17 @@ mod tests {
         let launch = Launch::new("/bin/sleep".into(), log, "").arg("60");
         let id = launch.start(state.path()).unwrap();
         assert!(id.is_alive());
-        let listed: Vec<_> = processes_of(state.path()).iter().map(|p| p.id).collect();
-        assert_eq!(listed, [id]);
+        // exec has succeeded a moment before the kernel shows the new environment.
+        let listed = async {
+            loop {
+                let listed: Vec<_> = processes_of(state.path()).iter().map(|p| p.id).collect();
+                if !listed.is_empty() {
+                    return listed;
+                }
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        assert_eq!(tokio::time::timeout(Duration::from_secs(5), listed).await, Ok(vec![id]));
         assert!(id.terminate(Duration::from_secs(5)).await.unwrap());
         assert!(!id.is_alive());
         assert!(!id.signal(Signal::TERM).unwrap());
