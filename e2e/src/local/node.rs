@@ -286,6 +286,9 @@ impl LocalCluster {
         let component = Component::Node(id.to_owned());
         let before = self.recorded().processes.get(&component).and_then(|it| it.session_before.clone());
         let ready = status.conditions.iter().any(|it| it.type_ == "Ready" && it.status == "True");
+        // Ready by its session, and a candidate once its settings are confirmed.
+        let settled = |reason: &str| !matches!(reason, "NotReady" | "NoSession" | "SettingsUnconfirmed");
+        let ready = ready && status.conditions.iter().any(|it| it.type_ == "Schedulable" && settled(&it.reason));
         ready && status.session.is_some_and(|session| session.alive && Some(session.id) != before)
     }
 }

@@ -252,6 +252,10 @@ fn schedulable(observed: &Observed<'_>, phase: NodePhase, ready: bool) -> Verdic
     let Some(live) = &observed.live else {
         return (false, "NoSession", "the node has to open its control session anew with the new leader".to_owned());
     };
+    if !live.settings_confirmed {
+        let message = "the node has not confirmed its settings yet: usually it does within a second";
+        return (false, "SettingsUnconfirmed", message.to_owned());
+    }
     match live.pools.iter().find(|pool| pool.default) {
         None => (
             true,

@@ -268,6 +268,10 @@ impl Session {
             }
             let revision = at_least.max(state.settings.revision + 1);
             state.settings = SentSettings { settings, revision, sent_at: Instant::now(), confirmed: false };
+            // A report from before says nothing about these: a drain waits for the next one.
+            if let Some(last) = &mut state.report {
+                last.after_confirmation = false;
+            }
             if !state.acknowledged {
                 // The HelloAck that is about to go out carries them.
                 return true;
