@@ -174,6 +174,12 @@ async fn events_are_sent_until_they_are_acknowledged() {
     });
     assert_eq!(first.await, [1, 2, 3]);
     session.send(1, ToNode::EventAck(v1::EventAck { instance_id: instance.to_string(), seq: 2 })).await;
+    let acked = async {
+        while daemon.spool.unacked().len() > 1 {
+            tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+        }
+    };
+    tokio::time::timeout(operator::PATIENCE, acked).await.expect("the acknowledgement is noted");
     daemon.spool.append(instance, LAYER, exited()).unwrap();
     assert_eq!(session.event().await.seq, 4);
     daemon.end().await;

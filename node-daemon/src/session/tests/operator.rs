@@ -13,7 +13,7 @@ use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tonic::{Request, Response, Status, Streaming, transport::Identity};
 
 pub const CLUSTER: &str = "cluster-1";
-const PATIENCE: Duration = Duration::from_secs(20);
+pub const PATIENCE: Duration = Duration::from_secs(20);
 
 type Outbound<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
