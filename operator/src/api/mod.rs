@@ -22,7 +22,7 @@ use anyhow::Context as _;
 use axum::{
     Extension, Router,
     extract::{Path, RawQuery, Request, State, WebSocketUpgrade, ws::rejection::WebSocketUpgradeRejection},
-    http::{HeaderMap, header},
+    http::{HeaderMap, HeaderValue, StatusCode, header},
     middleware::{self, Next},
     response::{IntoResponse as _, Response},
     routing::{any, get},
@@ -118,6 +118,7 @@ impl Server {
             .fallback(async || ApiError::NoPath)
             .method_not_allowed_fallback(async || ApiError::Method("only GET is served here"))
             .layer(middleware::from_fn_with_state(self.clone(), authenticate))
+            .layer(middleware::from_fn(close_refused_upgrade))
             .with_state(self)
     }
 
@@ -130,6 +131,17 @@ impl Server {
             .map_err(|error| ApiError::kubernetes("reading the Workspace", error))?
             .ok_or_else(|| ApiError::NoWorkspace { namespace: target.namespace.clone(), name: target.name.clone() })
     }
+}
+
+/// The aggregator ends a client's connection after an upgrade that was refused. A client that is not told
+/// so keeps the connection for its next request, which then fails.
+async fn close_refused_upgrade(request: Request, next: Next) -> Response {
+    let is_upgrade = request.headers().contains_key(header::UPGRADE);
+    let mut response = next.run(request).await;
+    if is_upgrade && response.status() != StatusCode::SWITCHING_PROTOCOLS {
+        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
+    response
 }
 
 async fn authenticate(
