@@ -180,6 +180,11 @@ impl Agent {
             Kind::StdinClose(close) => self.streams.stdin_close(close),
             Kind::Signal(signal) => self.streams.signal(signal),
             Kind::StreamCredit(credit) => self.streams.credit(credit),
+            Kind::Resize(_) | Kind::Hangup(_) => {}
+            Kind::Connect(v1::Connect { stream_id, .. }) | Kind::Archive(v1::Archive { stream_id, .. }) => {
+                let failure = start_failure(StartFailureReason::Other, "this guest is too old for that: start it anew");
+                exec::refuse(stream_id, failure, &mut self.port.connection);
+            }
         }
     }
 
@@ -196,6 +201,7 @@ impl Agent {
             state: Some(self.phase.message(self.down.is_some())),
             log_start: self.log.start(),
             log_end: self.log.end(),
+            protocol: 0,
         };
         self.port.connection.reply(reply);
     }

@@ -42,7 +42,7 @@ macro_rules! wrapped {
     )*};
 }
 
-wrapped!(host_message::Kind: Hello, Configure, Ping, Sync, Shutdown, LogAck, Exec, StdinData, StdinClose, Signal, StreamCredit);
+wrapped!(host_message::Kind: Hello, Configure, Ping, Sync, Shutdown, LogAck, Exec, StdinData, StdinClose, Signal, StreamCredit, Resize, Connect, Archive, Hangup);
 wrapped!(
     guest_message::Kind: HelloReply, ConfigureResult, Pong, SyncDone, ShuttingDown, LogData, EntrypointState, ExecStarted,
     ExecFailed, ExecExited, OutputData, OutputClosed, StdinCredit,

@@ -182,7 +182,7 @@ impl HostConnection {
     /// Starts a process in the guest. Its stream ends with [`HostEvent::ExecEnded`].
     pub fn exec(&mut self, process: v1::Process, stdin: bool) -> Result<StreamId, TooLong> {
         let stream = StreamId(self.next_stream);
-        self.push(v1::Exec { stream_id: stream.0, process: Some(process), stdin })?;
+        self.push(v1::Exec { stream_id: stream.0, process: Some(process), stdin, ..v1::Exec::default() })?;
         self.next_stream += 1;
         self.streams.insert(stream, Stream { stdin_open: stdin, ..Stream::default() });
         Ok(stream)

@@ -169,6 +169,9 @@ impl Instances {
             failure: StreamFailure::GuestUnavailable,
             message: format!("the guest of {instance} is not started yet"),
         })?;
+        if request.terminal.is_some() || request.shell {
+            return Err(invalid("this node has no terminals yet: leave -t and the shell out".to_owned()));
+        }
         if request.command.is_empty() {
             return Err(invalid("the command is empty".to_owned()));
         }

@@ -68,7 +68,9 @@ impl<I: InstanceControl> Stream<I> {
             let served = match open.kind {
                 Some(Kind::Exec(request)) => self.exec(request, &to_operator, &mut from_operator).await,
                 Some(Kind::Log(request)) => self.log(&request, &to_operator, &mut from_operator).await,
-                None => Err(invalid("the stream has no kind".into())),
+                Some(Kind::Connect(_) | Kind::Archive(_)) | None => {
+                    Err(invalid("this node does not know what kind of stream that is: update its node-daemon".into()))
+                }
             };
             if let Err(error) = served {
                 let error = v1::StreamError { failure: error.failure.into(), message: error.message };

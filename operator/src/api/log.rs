@@ -46,7 +46,12 @@ impl LogOptions {
     }
 
     pub fn request(&self, workspace_uid: &str) -> v1::LogRequest {
-        v1::LogRequest { workspace_uid: workspace_uid.to_owned(), follow: self.follow, tail_lines: self.tail_lines }
+        v1::LogRequest {
+            workspace_uid: workspace_uid.to_owned(),
+            follow: self.follow,
+            tail_lines: self.tail_lines,
+            ..v1::LogRequest::default()
+        }
     }
 }
 

@@ -81,7 +81,7 @@ impl Output {
                     Err(StreamLost::Failed { failure, message: error.message })
                 }
                 // A second hello says nothing new, and an unknown frame is from a newer node.
-                Some(Frame::Hello(_)) | None => continue,
+                Some(Frame::Hello(_) | Frame::StdoutClosed(_)) | None => continue,
             };
         }
     }

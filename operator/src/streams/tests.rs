@@ -109,6 +109,7 @@ async fn a_stream_that_the_node_dials_carries_both_directions() {
                         received.extend(data);
                     }
                     v1::stream_to_node::Frame::StdinClosed(closed) => assert!(closed),
+                    other => panic!("not of this test: {other:?}"),
                 }
             }
             received
