@@ -3,6 +3,10 @@
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo::rerun-if-changed=proto");
     let files = protox::compile(["kibotos/node/v1/control.proto"], ["proto"])?;
-    tonic_prost_build::configure().compile_fds(files)?;
+    tonic_prost_build::configure()
+        // The bulk of streams is handed on, not copied.
+        .bytes(".kibotos.node.v1.StreamFromNode")
+        .bytes(".kibotos.node.v1.StreamToNode")
+        .compile_fds(files)?;
     Ok(())
 }

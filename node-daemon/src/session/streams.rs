@@ -139,8 +139,7 @@ impl<I: InstanceControl> Stream<I> {
         let mut chunks = self.node.instances.log(&request.workspace_uid, request.tail_lines, request.follow)?;
         let copy = async {
             while let Some(chunk) = chunks.next().await {
-                let data = chunk.data.to_vec();
-                let frame = if chunk.is_stderr { Frame::Stderr(data) } else { Frame::Stdout(data) };
+                let frame = if chunk.is_stderr { Frame::Stderr(chunk.data) } else { Frame::Stdout(chunk.data) };
                 if !send(to_operator, frame).await {
                     return;
                 }
@@ -169,8 +168,8 @@ async fn pump_output(
 ) -> Result<(), StreamError> {
     while let Some(piece) = output.recv().await {
         let frame = match piece {
-            ExecOutput::Stdout(data) => Frame::Stdout(data.to_vec()),
-            ExecOutput::Stderr(data) => Frame::Stderr(data.to_vec()),
+            ExecOutput::Stdout(data) => Frame::Stdout(data),
+            ExecOutput::Stderr(data) => Frame::Stderr(data),
             ExecOutput::Failed(error) => return Err(error),
             ExecOutput::Exit(exit) => {
                 send(to_operator, Frame::Exit(exit_status(exit))).await;
@@ -205,7 +204,7 @@ async fn pump_stdin(
             Ok(Some(message)) => match message.frame {
                 Some(FrameToNode::Stdin(data)) if !data.is_empty() => {
                     if let Some(open) = &stdin
-                        && open.send(data.into()).await.is_err()
+                        && open.send(data).await.is_err()
                     {
                         // The process does not read any more; what comes is dropped, as a pipe would.
                         stdin = None;

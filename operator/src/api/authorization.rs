@@ -86,7 +86,13 @@ mod tests {
 
     #[test]
     fn the_question_names_user_verb_and_the_one_workspace() {
-        for (subresource, verb) in [(Subresource::Exec, "create"), (Subresource::Log, "get")] {
+        for (subresource, verb) in [
+            (Subresource::Exec, "create"),
+            (Subresource::PortForward, "create"),
+            (Subresource::FilesRead, "get"),
+            (Subresource::FilesWrite, "update"),
+            (Subresource::Log, "get"),
+        ] {
             let spec = review(&jane(), &target(subresource)).spec;
             let attributes = spec.resource_attributes.unwrap();
             assert_eq!((spec.user.as_deref(), spec.groups), (Some("jane"), Some(vec!["dev".to_owned()])));

@@ -27,20 +27,17 @@ pub async fn group() -> Json<APIGroup> {
 
 /// `/apis/subresources.kibotos.dev/v1alpha1`
 pub async fn resources() -> Json<APIResourceList> {
-    let resource = |subresource: Subresource| APIResource {
-        name: subresource.resource().to_owned(),
+    let resource = |(name, verbs): (&str, &[&str])| APIResource {
+        name: name.to_owned(),
         singular_name: String::new(),
         kind: "Workspace".to_owned(),
         group: Some(kibo_crds::GROUP.to_owned()),
         version: Some(kibo_crds::VERSION.to_owned()),
         namespaced: true,
-        verbs: subresource.verbs().iter().map(|&verb| verb.to_owned()).collect(),
+        verbs: verbs.iter().map(|&verb| verb.to_owned()).collect(),
         ..APIResource::default()
     };
-    Json(APIResourceList {
-        group_version: group_version(),
-        resources: [Subresource::Exec, Subresource::Log].map(resource).into(),
-    })
+    Json(APIResourceList { group_version: group_version(), resources: Subresource::DISCOVERY.map(resource).into() })
 }
 
 fn api_group() -> APIGroup {

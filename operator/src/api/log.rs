@@ -8,6 +8,8 @@ use kibo_protocol::v1;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
+use jiff::Timestamp;
+
 use super::{exec::is_true, status::ApiError};
 use crate::streams::{NodeStream, Output, OutputFrame, StreamLost};
 
@@ -19,6 +21,16 @@ const FIRST_PIECE: Duration = Duration::from_millis(500);
 pub struct LogOptions {
     pub follow: bool,
     pub tail_lines: Option<u64>,
+    pub since: Option<Since>,
+    pub timestamps: bool,
+    pub limit_bytes: Option<u64>,
+}
+
+/// From when on lines are of interest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Since {
+    Ago(Duration),
+    Time(Timestamp),
 }
 
 impl LogOptions {
@@ -29,15 +41,17 @@ impl LogOptions {
         for (key, value) in form_urlencoded::parse(query.as_bytes()) {
             match &*key {
                 "follow" => options.follow = is_true(&value),
-                "tailLines" => {
-                    let lines = value.parse().map_err(|_| {
-                        ApiError::BadRequest(format!("tailLines must be a whole number from 0 on, not {value:?}"))
-                    })?;
-                    options.tail_lines = Some(lines);
-                }
-                "previous" | "timestamps" if !is_true(&value) => {}
-                "previous" | "timestamps" | "sinceSeconds" | "sinceTime" | "limitBytes" => {
-                    return Err(ApiError::BadRequest(format!("{key} is not supported yet: use follow and tailLines")));
+                "timestamps" => options.timestamps = is_true(&value),
+                "tailLines" => options.tail_lines = Some(number(&key, &value, 0)?),
+                "limitBytes" => options.limit_bytes = Some(number(&key, &value, 1)?),
+                "sinceSeconds" => options.begin(Since::Ago(Duration::from_secs(number(&key, &value, 1)?)))?,
+                "sinceTime" => options.begin(Since::Time(time(&value)?))?,
+                "previous" if !is_true(&value) => {}
+                "stream" if value == "All" => {}
+                "previous" | "stream" => {
+                    let message =
+                        format!("{key} is not supported: the log of a Workspace has all its runs and outputs");
+                    return Err(ApiError::BadRequest(message));
                 }
                 _ => {}
             }
@@ -45,14 +59,39 @@ impl LogOptions {
         Ok(options)
     }
 
-    pub fn request(&self, workspace_uid: &str) -> v1::LogRequest {
+    fn begin(&mut self, since: Since) -> Result<(), ApiError> {
+        if self.since.replace(since).is_some() {
+            return Err(ApiError::BadRequest("give one of sinceSeconds and sinceTime".to_owned()));
+        }
+        Ok(())
+    }
+
+    pub fn request(&self, workspace_uid: &str, now: Timestamp) -> v1::LogRequest {
+        let since = self.since.map(|since| match since {
+            Since::Ago(ago) => now.checked_sub(ago).unwrap_or(Timestamp::MIN),
+            Since::Time(time) => time,
+        });
         v1::LogRequest {
             workspace_uid: workspace_uid.to_owned(),
             follow: self.follow,
             tail_lines: self.tail_lines,
-            ..v1::LogRequest::default()
+            // What began before 1970 began before every line.
+            since_unix_nanos: since.map(|time| u64::try_from(time.as_nanosecond()).unwrap_or(0)),
+            timestamps: self.timestamps,
+            limit_bytes: self.limit_bytes,
         }
     }
+}
+
+fn number(key: &str, value: &str, least: u64) -> Result<u64, ApiError> {
+    let number = value.parse().ok().filter(|number| *number >= least);
+    number.ok_or_else(|| ApiError::BadRequest(format!("{key} must be a whole number from {least} on, not {value:?}")))
+}
+
+fn time(value: &str) -> Result<Timestamp, ApiError> {
+    value.parse().map_err(|_| {
+        ApiError::BadRequest(format!("sinceTime must be a time such as 2026-01-31T08:00:00Z, not {value:?}"))
+    })
 }
 
 /// The end of a log that is not its end: the connection breaks, so that nobody takes a part for the whole.
@@ -97,6 +136,7 @@ async fn next_data(output: &mut Output) -> Result<Option<Bytes>, StreamLost> {
         match output.next().await? {
             Some(OutputFrame::Stdout(data) | OutputFrame::Stderr(data)) if data.is_empty() => {}
             Some(OutputFrame::Stdout(data) | OutputFrame::Stderr(data)) => return Ok(Some(data)),
+            Some(OutputFrame::StdoutClosed) => {}
             Some(OutputFrame::Exit(_)) | None => return Ok(None),
         }
     }
@@ -108,14 +148,37 @@ mod tests {
 
     #[test]
     fn the_query_of_pods_log_is_understood() {
-        let options = LogOptions::from_query("follow=true&tailLines=10&previous=false&container=x").unwrap();
-        assert_eq!(options, LogOptions { follow: true, tail_lines: Some(10) });
+        let options = LogOptions::from_query("follow=true&tailLines=10&previous=false&container=x&stream=All").unwrap();
+        assert_eq!(options, LogOptions { follow: true, tail_lines: Some(10), ..LogOptions::default() });
         assert_eq!(LogOptions::from_query("").unwrap(), LogOptions::default());
+        let query = "timestamps=true&limitBytes=5&sinceTime=1970-01-01T00:00:01.000000002Z";
+        let request = LogOptions::from_query(query).unwrap().request("uid", Timestamp::UNIX_EPOCH);
+        assert!(request.timestamps && request.limit_bytes == Some(5));
+        assert_eq!(request.since_unix_nanos, Some(1_000_000_002));
+    }
+
+    #[test]
+    fn seconds_count_back_from_now() {
+        let now: Timestamp = "1970-01-01T00:01:00Z".parse().unwrap();
+        let since = |query| LogOptions::from_query(query).unwrap().request("uid", now).since_unix_nanos;
+        assert_eq!(since("sinceSeconds=10"), Some(50_000_000_000));
+        assert_eq!(since("sinceSeconds=100"), Some(0), "before 1970 there was nothing");
+        assert_eq!(since("sinceSeconds=18446744073709551615"), Some(0));
+        assert_eq!(since(""), None);
     }
 
     #[test]
     fn what_would_change_the_answer_is_not_ignored() {
-        for query in ["tailLines=-1", "tailLines=many", "sinceSeconds=5", "timestamps=true", "limitBytes=3"] {
+        for query in [
+            "tailLines=-1",
+            "tailLines=many",
+            "sinceSeconds=0",
+            "sinceTime=yesterday",
+            "sinceSeconds=5&sinceTime=2026-01-01T00:00:00Z",
+            "limitBytes=0",
+            "previous=true",
+            "stream=Stderr",
+        ] {
             let error = LogOptions::from_query(query).unwrap_err();
             assert_eq!(error.to_status().code, Some(400), "{query}");
         }

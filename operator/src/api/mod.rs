@@ -1,16 +1,19 @@
-//! The aggregated API `subresources.kibotos.dev`: exec and logs of Workspaces, behind the cluster's own API
-//! server, so that a kubeconfig is all that a user needs.
+//! The aggregated API `subresources.kibotos.dev`: commands, files, connections and logs of Workspaces, behind the
+//! cluster's own API server, so that a kubeconfig is all that a user needs.
 //!
 //! The API server in front authenticates the user; this one believes it by its certificate ([`front_proxy`]),
 //! asks Kubernetes whether the user may ([`authorization`]), and passes bytes between the client and the node.
 //! It is served by the leader alone, since the nodes' sessions end there.
 
 mod authorization;
+mod channels;
 mod discovery;
 mod exec;
+mod files;
 mod front_proxy;
 mod listener;
 mod log;
+mod port_forward;
 mod registration;
 mod remote_command;
 mod request;
@@ -27,16 +30,20 @@ use axum::{
     response::{IntoResponse as _, Response},
     routing::{any, get},
 };
-use kibo_crds::Workspace;
-use kibo_protocol::v1::{self, open_stream};
+use jiff::Timestamp;
+use kibo_crds::{InstanceId, Workspace};
+use kibo_protocol::v1::open_stream;
 use kube::Api;
 use tokio::{net::TcpListener, sync::watch, time::timeout};
 
 use crate::{context::Ctx, streams::StreamRegistry};
 use authorization::Target;
+use channels::{Carries, Place};
 use exec::ExecOptions;
+use files::FilesOptions;
 use front_proxy::{Certificate, CurrentTrust, User};
 use log::LogOptions;
+use port_forward::PortForwardOptions;
 use remote_command::Protocol;
 use request::Subresource;
 use status::ApiError;
@@ -113,7 +120,9 @@ impl Server {
             .route("/apis", get(discovery::groups))
             .route("/apis/subresources.kibotos.dev", get(discovery::group))
             .route("/apis/subresources.kibotos.dev/v1alpha1", get(discovery::resources))
-            .route(&format!("{workspace}/exec"), any(serve_exec))
+            .route(&format!("{workspace}/exec"), any(serve_stream::<ExecOptions>))
+            .route(&format!("{workspace}/files"), any(serve_stream::<FilesOptions>))
+            .route(&format!("{workspace}/portforward"), any(serve_stream::<PortForwardOptions>))
             .route(&format!("{workspace}/log"), get(serve_log))
             .fallback(async || ApiError::NoPath)
             .method_not_allowed_fallback(async || ApiError::Method("only GET is served here"))
@@ -157,7 +166,17 @@ async fn authenticate(
     Ok(next.run(request).await)
 }
 
-async fn serve_exec(
+/// A stream into a running guest, as the query asks for it.
+trait GuestStream: Sized + Send {
+    fn from_query(query: &str) -> Result<Self, ApiError>;
+    /// What the user must be allowed.
+    fn subresource(&self) -> Subresource;
+    /// What the node is asked for.
+    fn kind(&self, instance: InstanceId) -> open_stream::Kind;
+    fn carries(&self) -> Carries;
+}
+
+async fn serve_stream<S: GuestStream>(
     State(server): State<Server>,
     Extension(user): Extension<User>,
     Path((namespace, name)): Path<(String, String)>,
@@ -165,28 +184,24 @@ async fn serve_exec(
     headers: HeaderMap,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, ApiError> {
-    let target = Target { namespace, name, subresource: Subresource::Exec };
+    let asked = S::from_query(query.as_deref().unwrap_or_default())?;
+    let target = Target { namespace, name, subresource: asked.subresource() };
     let workspace = server.authorized(&user, &target).await?;
-    let options = ExecOptions::from_query(query.as_deref().unwrap_or_default())?;
-    let place = request::running(&workspace)?;
+    let running = request::running(&workspace)?;
     let (upgrade, protocol) = negotiate(&headers, upgrade)?;
-    let request = v1::ExecRequest {
-        instance_id: place.instance.to_string(),
-        command: options.command.clone(),
-        stdin: options.stdin,
-        ..v1::ExecRequest::default()
-    };
-    let kind = open_stream::Kind::Exec(request);
-    let opened = server.streams.open(&place.node, place.incarnation, kind).await;
-    let stream = opened.map_err(|error| ApiError::of_stream(&target.name, place.node.clone(), error))?;
+    let opened = server.streams.open(&running.node, running.incarnation, asked.kind(running.instance)).await;
+    let stream = opened.map_err(|error| ApiError::of_stream(&target.name, running.node.clone(), error))?;
     tracing::info!(
-        user = user.name, namespace = target.namespace, workspace = target.name, instance = %place.instance,
-        node = %place.node, "exec"
+        user = user.name, namespace = target.namespace, workspace = target.name, instance = %running.instance,
+        node = %running.node, verb = target.subresource.verb(), "{}", target.subresource
     );
     let Server { ctx, .. } = server;
+    let workspaces = Api::namespaced(ctx.client.clone(), &target.namespace);
+    let place = Place { workspaces, name: target.name, instance: running.instance };
+    let carries = asked.carries();
     Ok(upgrade.on_upgrade(move |socket| {
         let stop = ctx.stop.clone();
-        ctx.tasks.track_future(exec::serve(socket, protocol, options, stream, stop))
+        ctx.tasks.track_future(channels::serve(socket, protocol, carries, stream, place, stop))
     }))
 }
 
@@ -199,15 +214,15 @@ fn negotiate(
         headers.get(header::UPGRADE).is_some_and(|value| value.as_bytes().to_ascii_lowercase().starts_with(b"spdy"));
     if is_spdy {
         return Err(ApiError::BadRequest(
-            "exec speaks WebSocket, not SPDY: use kibo, or a client of Kubernetes 1.31 or later".to_owned(),
+            "this speaks WebSocket, not SPDY: use kibo, or a client of Kubernetes 1.31 or later".to_owned(),
         ));
     }
     let upgrade = upgrade
-        .map_err(|_| ApiError::BadRequest("exec must be a GET request that upgrades to a WebSocket".to_owned()))?;
+        .map_err(|_| ApiError::BadRequest("this must be a GET request that upgrades to a WebSocket".to_owned()))?;
     let upgrade = upgrade
         .protocols(remote_command::PROTOCOLS)
-        .max_message_size(exec::MAX_MESSAGE)
-        .max_frame_size(exec::MAX_MESSAGE);
+        .max_message_size(channels::MAX_MESSAGE)
+        .max_frame_size(channels::MAX_MESSAGE);
     let selected = upgrade.selected_protocol().and_then(|name| name.to_str().ok()).and_then(Protocol::from_name);
     let protocol = selected.ok_or_else(|| {
         let known = remote_command::PROTOCOLS.join(" and ");
@@ -230,7 +245,7 @@ async fn serve_log(
     let session = server.ctx.registry.snapshot_of(&node).ok_or_else(|| {
         ApiError::Unavailable(format!("node {node}, which keeps the log, has no control session with the operator"))
     })?;
-    let request = options.request(workspace.metadata.uid.as_deref().unwrap_or_default());
+    let request = options.request(workspace.metadata.uid.as_deref().unwrap_or_default(), Timestamp::now());
     let opened = server.streams.open(&node, session.incarnation, open_stream::Kind::Log(request)).await;
     let stream = opened.map_err(|error| ApiError::of_stream(&target.name, node.clone(), error))?;
     let body = log::body(stream, server.ctx.stop.clone()).await;

@@ -10,38 +10,42 @@ use super::status::ApiError;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Subresource {
     Exec,
+    PortForward,
+    FilesRead,
+    FilesWrite,
     Log,
 }
 
 impl Subresource {
-    /// As RBAC names it.
-    pub fn resource(self) -> &'static str {
-        match self {
-            Self::Exec => "workspaces/exec",
-            Self::Log => "workspaces/log",
-        }
-    }
+    /// What clients may use, for discovery. A WebSocket begins with GET.
+    pub const DISCOVERY: [(&str, &[&str]); 4] = [
+        ("workspaces/exec", &["create", "get"]),
+        ("workspaces/files", &["get", "update"]),
+        ("workspaces/log", &["get"]),
+        ("workspaces/portforward", &["create", "get"]),
+    ];
 
     pub fn name(self) -> &'static str {
         match self {
             Self::Exec => "exec",
+            Self::PortForward => "portforward",
+            Self::FilesRead | Self::FilesWrite => "files",
             Self::Log => "log",
         }
     }
 
-    /// What a user must be allowed. A command changes things, however the request is made.
-    pub fn verb(self) -> &'static str {
-        match self {
-            Self::Exec => "create",
-            Self::Log => "get",
-        }
+    /// As RBAC names it.
+    pub fn resource(self) -> String {
+        format!("workspaces/{}", self.name())
     }
 
-    /// What clients may use, for discovery. A WebSocket begins with GET.
-    pub fn verbs(self) -> &'static [&'static str] {
+    /// What a user must be allowed. A command or a connection changes things, and a write does, however the request
+    /// is made: all of them begin with GET.
+    pub fn verb(self) -> &'static str {
         match self {
-            Self::Exec => &["create", "get"],
-            Self::Log => &["get"],
+            Self::Exec | Self::PortForward => "create",
+            Self::FilesWrite => "update",
+            Self::FilesRead | Self::Log => "get",
         }
     }
 }

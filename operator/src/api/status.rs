@@ -27,7 +27,7 @@ pub enum ApiError {
     },
     #[error("workspaces.kibotos.dev {name:?} not found in the namespace {namespace:?}")]
     NoWorkspace { namespace: String, name: String },
-    #[error("no such path: this API serves workspaces/exec and workspaces/log in {GROUP}")]
+    #[error("no such path: this API serves exec, files, log and portforward of workspaces in {GROUP}")]
     NoPath,
     #[error("{0}")]
     BadRequest(String),

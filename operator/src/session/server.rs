@@ -45,8 +45,10 @@ const WIRE: usize = 64;
 const LARGEST_MESSAGE: usize = 16 << 20;
 /// What a node may send ahead on one call, so that a stream is not slowed down by distance; a connection has
 /// room for the session and for a stream whose reader pauses.
-const STREAM_WINDOW: u32 = 256 << 10;
+const STREAM_WINDOW: u32 = 512 << 10;
 const CONNECTION_WINDOW: u32 = 1 << 20;
+/// A frame of a stream in one piece, not in four.
+const HTTP2_FRAME: u32 = 128 << 10;
 
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
@@ -105,6 +107,7 @@ impl SessionServer {
             .tcp_nodelay(true)
             .initial_stream_window_size(STREAM_WINDOW)
             .initial_connection_window_size(CONNECTION_WINDOW)
+            .max_frame_size(HTTP2_FRAME)
             .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
             .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
             .add_service(service);

@@ -8,7 +8,7 @@ use tokio::sync::mpsc;
 
 use super::{Close, Dialled};
 
-/// Larger pieces are sent as several frames, so that no frame comes near the limit of gRPC messages.
+/// Larger pieces are sent as several frames, so that a node holds little of a stream whose reader pauses.
 const FRAME: usize = 64 * 1024;
 
 /// Both directions, to be used apart.
@@ -31,7 +31,9 @@ impl NodeStream {
 pub enum OutputFrame {
     Stdout(Bytes),
     Stderr(Bytes),
-    /// The last frame of a command.
+    /// A connection's server sends nothing more; the other direction goes on.
+    StdoutClosed,
+    /// The last frame of a command, a connection or an archive.
     Exit(v1::ExitStatus),
 }
 
@@ -69,8 +71,9 @@ impl Output {
                 Some(Ok(message)) => message.frame,
             };
             return match frame {
-                Some(Frame::Stdout(data)) => Ok(Some(OutputFrame::Stdout(data.into()))),
-                Some(Frame::Stderr(data)) => Ok(Some(OutputFrame::Stderr(data.into()))),
+                Some(Frame::Stdout(data)) => Ok(Some(OutputFrame::Stdout(data))),
+                Some(Frame::Stderr(data)) => Ok(Some(OutputFrame::Stderr(data))),
+                Some(Frame::StdoutClosed(_)) => Ok(Some(OutputFrame::StdoutClosed)),
                 Some(Frame::Exit(exit)) => {
                     self.ended = true;
                     Ok(Some(OutputFrame::Exit(exit)))
@@ -81,7 +84,7 @@ impl Output {
                     Err(StreamLost::Failed { failure, message: error.message })
                 }
                 // A second hello says nothing new, and an unknown frame is from a newer node.
-                Some(Frame::Hello(_) | Frame::StdoutClosed(_)) | None => continue,
+                Some(Frame::Hello(_)) | None => continue,
             };
         }
     }
@@ -107,13 +110,24 @@ pub struct Input {
 
 impl Input {
     /// Sends input, as fast as the node takes it. `false`: the node does not listen any more.
-    pub async fn write(&self, data: &[u8]) -> bool {
-        for piece in data.chunks(FRAME) {
-            if !self.send(stream_to_node::Frame::Stdin(piece.to_vec())).await {
+    pub async fn write(&self, mut data: Bytes) -> bool {
+        while !data.is_empty() {
+            let piece = data.split_to(data.len().min(FRAME));
+            if !self.send(stream_to_node::Frame::Stdin(piece)).await {
                 return false;
             }
         }
         true
+    }
+
+    /// The client's terminal has another size.
+    pub async fn resize(&self, columns: u16, rows: u16) -> bool {
+        self.send(stream_to_node::Frame::Resize(v1::Resize { columns: columns.into(), rows: rows.into() })).await
+    }
+
+    /// A signal for the command, by its Linux number.
+    pub async fn signal(&self, signal: u32) -> bool {
+        self.send(stream_to_node::Frame::Signal(signal)).await
     }
 
     /// The input has ended; the command sees the end of its stdin.

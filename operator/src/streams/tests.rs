@@ -89,15 +89,18 @@ async fn a_stream_that_the_node_dials_carries_both_directions() {
     let mut shop = shop();
     let (opening, id) = shop.ask().await;
     let exit = v1::ExitStatus { code: Some(7), signal: None };
-    let mut to_node = shop.dial(&node(), &id, frames([Frame::Stdout(vec![0, 255]), Frame::Exit(exit)])).unwrap();
+    let said = [Frame::Stdout(vec![0, 255].into()), Frame::StdoutClosed(true), Frame::Exit(exit)];
+    let mut to_node = shop.dial(&node(), &id, frames(said)).unwrap();
     let NodeStream { mut output, input } = opening.await.unwrap().unwrap();
     assert_eq!(output.next().await.unwrap(), Some(OutputFrame::Stdout(vec![0, 255].into())));
+    assert_eq!(output.next().await.unwrap(), Some(OutputFrame::StdoutClosed));
     assert_eq!(output.next().await.unwrap(), Some(OutputFrame::Exit(exit)));
 
     let large = vec![7; 150 * 1024];
     let (written, received) = tokio::join!(
         async {
-            assert!(input.write(&large).await && input.close().await);
+            assert!(input.resize(132, 43).await && input.signal(2).await);
+            assert!(input.write(large.clone().into()).await && input.close().await);
             drop(input);
         },
         async {
@@ -106,10 +109,11 @@ async fn a_stream_that_the_node_dials_carries_both_directions() {
                 match message.frame.unwrap() {
                     v1::stream_to_node::Frame::Stdin(data) => {
                         assert!(data.len() <= 64 * 1024);
-                        received.extend(data);
+                        received.extend_from_slice(&data);
                     }
                     v1::stream_to_node::Frame::StdinClosed(closed) => assert!(closed),
-                    other => panic!("not of this test: {other:?}"),
+                    v1::stream_to_node::Frame::Resize(size) => assert_eq!((size.columns, size.rows), (132, 43)),
+                    v1::stream_to_node::Frame::Signal(signal) => assert_eq!(signal, 2),
                 }
             }
             received
@@ -220,7 +224,7 @@ async fn nothing_is_read_ahead_of_the_client() {
     let counted = read.clone();
     let endless = stream::repeat_with(move || {
         counted.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        Ok(v1::StreamFromNode { frame: Some(Frame::Stdout(vec![1])) })
+        Ok(v1::StreamFromNode { frame: Some(Frame::Stdout(vec![1].into())) })
     });
     let _to_node = shop.dial(&node(), &id, endless.boxed()).unwrap();
     let mut stream = opening.await.unwrap().unwrap();

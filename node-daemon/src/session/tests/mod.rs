@@ -343,8 +343,8 @@ async fn an_exec_goes_through_a_stream_of_its_own() {
     let open = v1::OpenStream { stream_id: "1".into(), kind: Some(v1::open_stream::Kind::Exec(request)) };
     session.send(1, ToNode::OpenStream(open)).await;
     let mut stream = operator.attached().await;
-    stream.send(FrameToNode::Stdin(b"abc".to_vec())).await;
-    assert_eq!(stream.next().await, Some(Frame::Stdout(b"abc".to_vec())));
+    stream.send(FrameToNode::Stdin(b"abc".to_vec().into())).await;
+    assert_eq!(stream.next().await, Some(Frame::Stdout(b"abc".to_vec().into())));
     stream.send(FrameToNode::StdinClosed(true)).await;
     assert_eq!(stream.next().await, Some(Frame::Exit(v1::ExitStatus { code: Some(3), signal: None })));
     assert_eq!(stream.next().await, None);
