@@ -77,6 +77,16 @@ impl Layout {
         self.nodes().join(id)
     }
 
+    /// Where a test arms the failpoints of the operator.
+    pub fn operator_failpoints(&self) -> PathBuf {
+        self.root.join("operator-failpoints")
+    }
+
+    /// Where a test arms the failpoints of a node's daemon.
+    pub fn node_failpoints(&self, id: &str) -> PathBuf {
+        self.node(id).join("failpoints")
+    }
+
     /// The directory behind the pool that all nodes of this cluster are attached to.
     pub fn shared_pool(&self) -> PathBuf {
         self.root.join("shared-pool")

@@ -172,7 +172,8 @@ impl LocalCluster {
             "build it with cargo build --bins",
         )
         .arg("run")
-        .flag("config", dir.join("config.toml")))
+        .flag("config", dir.join("config.toml"))
+        .env(kibo_failpoint::DIRECTORY_VARIABLE, self.layout().node_failpoints(id)))
     }
 
     fn config_of<'a>(&self, node: &'a LocalNode) -> Config<'a> {

@@ -49,6 +49,7 @@ impl LocalCluster {
         let log = self.layout().root().join("operator.log");
         let hint = "build it with cargo build --bins";
         Ok(Launch::new(self.programs().operator(), log, hint)
+            .env(kibo_failpoint::DIRECTORY_VARIABLE, self.layout().operator_failpoints())
             .arg("run")
             .flag("kubeconfig", self.layout().operator_kubeconfig())
             .flag("namespace", NAMESPACE)

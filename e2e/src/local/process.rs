@@ -150,6 +150,12 @@ impl Launch {
         self
     }
 
+    #[must_use]
+    pub fn env(mut self, name: &str, value: impl Into<OsString>) -> Self {
+        self.env.push((name.into(), value.into()));
+        self
+    }
+
     /// `--name=value`
     #[must_use]
     pub fn flag(self, name: &str, value: impl Into<OsString>) -> Self {

@@ -3,6 +3,8 @@
 //! the last, whatever happened; then nothing of it may be left on the host.
 
 mod audit;
+#[cfg(feature = "failpoints")]
+pub mod failpoints;
 pub mod host;
 mod place;
 mod wait;

@@ -27,6 +27,7 @@ pub async fn release(deps: &Deps, launch: &Launch, directory: &InstanceDir, endi
         move || cgroup.remove()
     })
     .await;
+    kibo_failpoint::reach("cgroup-removed").await;
     let mut objects = Vec::new();
     for granted in launch.objects() {
         let object = until_done("release an object", launch, || {
@@ -35,10 +36,12 @@ pub async fn release(deps: &Deps, launch: &Launch, directory: &InstanceDir, endi
         })
         .await;
         objects.push(object);
+        kibo_failpoint::reach("object-released").await;
     }
     let ended =
         Ended { reason: ending.reason.into(), message: ending.message.chars().take(MESSAGE_LIMIT).collect(), objects };
     append(deps, launch, Kind::Ended(ended)).await;
+    kibo_failpoint::reach("ended-told").await;
     until_done("remove the directory", launch, || {
         let directory = directory.clone();
         move || directory.remove()

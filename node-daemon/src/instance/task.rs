@@ -75,6 +75,7 @@ pub async fn run_new(inner: Arc<Inner>, launch: Launch, inputs: Inputs) {
         let (directory, record) = (task.directory.clone(), task.record.clone());
         blocking(move || directory.create(&record)).await
     };
+    kibo_failpoint::reach("record-written").await;
     match created {
         Ok(()) => task.launch().await,
         Err(error) => task.send(Input::LaunchFailed(Ending::new(EndReason::VmmFailed, error.to_string()))),
@@ -115,6 +116,7 @@ impl Task {
         if let Err(ending) = self.remember(|record| record.process = Some(process)).await {
             self.send(Input::End(ending));
         }
+        kibo_failpoint::reach("vm-recorded").await;
     }
 
     async fn try_launch(&mut self) -> Result<ProcessId, Ending> {
@@ -123,6 +125,7 @@ impl Task {
         if !self.record.objects_taken {
             let objects = taken.states();
             self.tell(Kind::ObjectsTaken(protocol::ObjectsTaken { objects })).await;
+            kibo_failpoint::reach("taken-told").await;
             self.remember(|record| record.objects_taken = true).await?;
         }
         let sockets = self.sockets()?;
@@ -131,6 +134,7 @@ impl Task {
             blocking(move || launching::start(&inner.deps, &launch, taken, &sockets)).await?
         };
         let process = started.process.id();
+        kibo_failpoint::reach("vm-started").await;
         self.watch(started.process, Some(started.complaints), sockets);
         Ok(process)
     }
@@ -272,14 +276,21 @@ impl Task {
         match action {
             Action::Configure => self.configure().await,
             Action::Available => self.available().await,
-            Action::Sync => self.with_guest(|guest| guest.sync(1)),
-            Action::ShutDown => self.with_guest(|guest| guest.shut_down(SHUTDOWN_GRACE_MILLIS)),
+            Action::Sync => {
+                self.with_guest(|guest| guest.sync(1));
+                kibo_failpoint::reach("sync-asked").await;
+            }
+            Action::ShutDown => {
+                self.with_guest(|guest| guest.shut_down(SHUTDOWN_GRACE_MILLIS));
+                kibo_failpoint::reach("shutdown-sent").await;
+            }
             Action::Remember(ending) => {
                 let instance = self.launch.instance();
                 tracing::info!(%instance, reason = ending.reason.as_str_name(), message = ending.message, "ending");
                 if let Err(problem) = self.remember(|record| record.ending = Some(ending)).await {
                     tracing::error!(%instance, problem = problem.message, "a daemon after this one will not know why");
                 }
+                kibo_failpoint::reach("ending-noted").await;
             }
             Action::Quit => {
                 if let Some(vm) = &mut self.vm {
@@ -290,6 +301,7 @@ impl Task {
                 if let Some(vm) = &self.vm {
                     vm.kill();
                 }
+                kibo_failpoint::reach("vm-killed").await;
             }
             // Of these there can be any number, and an order to stop must not wait behind a full disk.
             Action::Tell(kind) => releasing::try_append(&self.inner.deps, &self.launch, kind).await,
@@ -303,8 +315,12 @@ impl Task {
             Ok(configure) => self.remember(|record| record.configured = true).await.map(|()| configure),
             Err(ending) => Err(ending),
         };
+        kibo_failpoint::reach("configuring-noted").await;
         match configured {
-            Ok(configure) => self.with_guest(|guest| guest.configure(configure)),
+            Ok(configure) => {
+                self.with_guest(|guest| guest.configure(configure));
+                kibo_failpoint::reach("configuration-sent").await;
+            }
             Err(ending) => self.send(Input::End(ending)),
         }
     }
@@ -319,6 +335,7 @@ impl Task {
             return;
         }
         self.tell(Kind::Available(protocol::Available { guest_boot_id: self.boot_id.clone() })).await;
+        kibo_failpoint::reach("available-told").await;
         if let Err(ending) = self.remember(|record| record.available = true).await {
             tracing::warn!(%instance, problem = ending.message, "an event may come twice");
         }
@@ -357,6 +374,7 @@ impl Task {
             }
         }
         self.inner.set_guest(instance, None);
+        kibo_failpoint::reach("vm-gone").await;
         releasing::release(&self.inner.deps, &self.launch, &self.directory, &ending).await;
         tracing::info!(%instance, reason = ending.reason.as_str_name(), message = ending.message, "ended");
     }

@@ -63,8 +63,10 @@ impl Pool {
             }
             Err(cause) => return Err(error(ObjectUse::Held, cause.into())),
         }
+        kibo_failpoint::reach_blocking("holder-recorded");
         match self.open_image(granted) {
             Ok(taken) => {
+                kibo_failpoint::reach_blocking("image-made");
                 self.clear_settled(uid, granted.grant.epoch);
                 Ok(taken)
             }
@@ -220,14 +222,18 @@ impl Pool {
             }
             return Err(PoolError::Conflict { uid: uid.clone(), conflict });
         }
+        kibo_failpoint::reach_blocking("deletion-recorded");
         image::remove(&dir).map_err(self.io("remove the image", uid))?;
+        kibo_failpoint::reach_blocking("image-removed");
         let all = self.list(uid)?.settled_below(Epoch(u64::MAX));
         for epoch in all {
             record_files::remove(&dir, epoch).map_err(self.io("remove the holder records", uid))?;
         }
+        kibo_failpoint::reach_blocking("holder-records-removed");
         fs::remove_dir_all(&dir).map_err(self.io("remove the directory", uid))?;
         durable::sync_dir(&self.path.join(marker::OBJECTS)).map_err(self.io("sync the directory", uid))?;
         self.status.look_again();
+        kibo_failpoint::reach_blocking("object-removed");
         Ok(())
     }
 

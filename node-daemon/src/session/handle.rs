@@ -173,6 +173,7 @@ impl<I: InstanceControl> Handler<I> {
             Ok(request) => {
                 let instances = self.node.instances.list();
                 let decision = self.node.admission.offer(&offer_id, &request, &instances, BootTime::now());
+                kibo_failpoint::reach_blocking("offer-decided");
                 decision.err().map(|refusal| (refusal.reason, refusal.message))
             }
         };
@@ -199,7 +200,10 @@ impl<I: InstanceControl> Handler<I> {
             return;
         }
         match self.node.admission.go(&go.offer_id, &launch, BootTime::now()) {
-            Ok(()) => self.start(launch).await,
+            Ok(()) => {
+                kibo_failpoint::reach("go-received").await;
+                self.start(launch).await;
+            }
             Err(message) => self.not_here(launch, message),
         }
     }

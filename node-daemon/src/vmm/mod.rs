@@ -141,6 +141,7 @@ impl Vmm {
     pub fn start(&self, machine: Machine, sockets: &SocketDir) -> Result<Started, VmmError> {
         let cgroup = self.cgroup(&machine.name);
         cgroup.create(self.boot_limits(&machine))?;
+        kibo_failpoint::reach_blocking("cgroup-made");
         let mut inherited = Inherited::default();
         let fds = Descriptors {
             kernel: inherited.add(open("the guest's kernel", &self.config.kernel)?),

@@ -158,6 +158,7 @@ impl Registry {
             session.forget_offer(&pending.offer_id);
             return Err(OfferFailure::SessionLost(node.clone()));
         }
+        kibo_failpoint::reach("offer-sent").await;
         match tokio::time::timeout(OFFER_TIMEOUT, answer).await {
             Err(_) => Err(OfferFailure::Timeout(node.clone())),
             Ok(Err(_)) => Err(OfferFailure::SessionLost(node.clone())),

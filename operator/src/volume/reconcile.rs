@@ -139,9 +139,13 @@ pub(crate) async fn settle(world: &Arc<World>, volume: &Volume, holder: &Holder)
 
 async fn delete(world: &Arc<World>, volume: &Volume, holder: &Holder) -> Result<Step, StepError> {
     let Some(object) = launch::volume_object(volume) else { return remove_finalizer(world, volume).await };
+    kibo_failpoint::reach("before-delete-volume-image").await;
     let command = v1::DeleteObject { command_id: command_id(), object: Some(object) };
     match world.ctx.registry.object_command(&holder.node, holder.incarnation, ObjectCommand::Delete(command)).await {
-        Ok(result) if result.ok => remove_finalizer(world, volume).await,
+        Ok(result) if result.ok => {
+            kibo_failpoint::reach("volume-image-removed").await;
+            remove_finalizer(world, volume).await
+        }
         Ok(result) => {
             tracing::warn!(node = %holder.node, message = result.message, failure = ?result.failure(), "the Volume could not be removed");
             let message = format!("node {}: {}", holder.node, result.message);

@@ -90,7 +90,18 @@ impl EventIngest for Hooks {
         for state in event::object_states(&event) {
             volume_fact(&self.0, node, state).await?;
         }
-        workspace_event(&self.0, node, &event).await
+        if let Some(Kind::Ended(_)) = event.kind {
+            kibo_failpoint::reach("ended-applied-to-objects").await;
+        }
+        workspace_event(&self.0, node, &event).await?;
+        // Its effect stands, and the node was not told.
+        match event.kind {
+            Some(Kind::ObjectsTaken(_)) => kibo_failpoint::reach("taken-applied").await,
+            Some(Kind::Available(_)) => kibo_failpoint::reach("available-applied").await,
+            Some(Kind::Ended(_)) => kibo_failpoint::reach("ended-applied").await,
+            _ => {}
+        }
+        Ok(())
     }
 }
 

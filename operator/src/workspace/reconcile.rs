@@ -160,6 +160,9 @@ async fn act(
     volume: Option<&Volume>,
     action: Action,
 ) -> Result<Step, StepError> {
+    if let Some(point) = action.failpoint() {
+        kibo_failpoint::reach(point).await;
+    }
     match action {
         Action::Rest => Ok(Step::Rest),
         Action::AddFinalizer => add_finalizer(world, workspace).await,
@@ -167,7 +170,7 @@ async fn act(
         Action::BindVolume => bind_volume(world, workspace, volume).await,
         Action::Start(start) => super::start::start(world, workspace, template, volume, *start).await,
         Action::Go => {
-            go(world, workspace, template, volume);
+            go(world, workspace, template, volume).await;
             Ok(Step::Rest)
         }
         Action::Stop { node, incarnation, instance, mode } => {
@@ -175,6 +178,7 @@ async fn act(
             let stop = v1::Stop { instance_id: instance.to_string(), mode: mode.into(), objects };
             // A session that is gone is heard of by its own bell.
             let _ = world.ctx.registry.send(&node, incarnation, Message::Stop(stop));
+            kibo_failpoint::reach("stop-sent").await;
             Ok(Step::After(RESEND))
         }
         Action::Settle { object: Object::Layer, holder } => settle_layer(world, workspace, volume, &holder).await,
@@ -200,7 +204,7 @@ fn objects(workspace: &Workspace, volume: Option<&Volume>) -> Vec<v1::Object> {
 }
 
 /// Tells the node that the commit stands.
-pub(super) fn go(
+pub(super) async fn go(
     world: &World,
     workspace: &Workspace,
     template: Option<&kibo_crds::Template>,
@@ -214,12 +218,15 @@ pub(super) fn go(
         // The desired set of its next session tells it.
         world.forget_told(execution.instance_id);
     }
+    kibo_failpoint::reach("go-sent").await;
 }
 
 async fn add_finalizer(world: &World, workspace: &Workspace) -> Result<Step, StepError> {
     let mut finalizers = workspace.finalizers().to_vec();
     finalizers.push(WORKSPACE_FINALIZER.to_owned());
-    patch_finalizers(world, workspace, &finalizers).await
+    let step = patch_finalizers(world, workspace, &finalizers).await?;
+    kibo_failpoint::reach("finalizer-added").await;
+    Ok(step)
 }
 
 async fn patch_finalizers(world: &World, workspace: &Workspace, finalizers: &[String]) -> Result<Step, StepError> {
@@ -359,6 +366,7 @@ async fn delete_layer(
     let command = ObjectCommand::Delete(command);
     match world.ctx.registry.object_command(&holder.node, holder.incarnation, command).await {
         Ok(result) if result.ok => {
+            kibo_failpoint::reach("layer-removed").await;
             let status = decide::layer_deleted(workspace, &holder.node, holder.epoch);
             world.write_workspace(workspace, status).await?;
             Ok(Step::Again)
@@ -413,6 +421,7 @@ async fn bury(world: &World, workspace: &Workspace) -> Result<Step, StepError> {
             Ok(_) => {}
         }
     }
+    kibo_failpoint::reach("tombstone-made").await;
     let finalizers: Vec<_> =
         workspace.meta().finalizers.iter().flatten().filter(|name| *name != WORKSPACE_FINALIZER).cloned().collect();
     tracing::info!("deleted");

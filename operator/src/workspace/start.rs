@@ -57,7 +57,10 @@ pub(super) async fn start(
             return Ok(Step::After(RETRY));
         };
         match offer(world, template, &prospect).await {
-            Ok(()) => return commit(world, workspace, template, volume, prospect, placed).await,
+            Ok(()) => {
+                kibo_failpoint::reach("offer-accepted").await;
+                return commit(world, workspace, template, volume, prospect, placed).await;
+            }
             Err(words) => {
                 tracing::info!(node = %prospect.place.node, words, "the offer came to nothing: placing it elsewhere");
                 demand.refusals.insert(prospect.place.node.clone(), words);
@@ -149,6 +152,7 @@ async fn commit(
             revoke(&world.ctx.registry, &place, place.incarnation);
             return granted;
         }
+        kibo_failpoint::reach("volume-granted").await;
     }
     let status = wanted.status.unwrap_or_default();
     match world.write_workspace(workspace, status).await {
@@ -166,6 +170,7 @@ async fn commit(
             return Err(error.into());
         }
     }
+    kibo_failpoint::reach("committed").await;
     let key = Key::of(workspace);
     tracing::info!(node = %place.node, instance = %place.instance, "placed");
     if let Some(committed) = world.workspaces.get(&key) {
@@ -175,7 +180,7 @@ async fn commit(
             .and_then(|status| status.execution.as_ref())
             .is_some_and(|execution| execution.instance_id == place.instance);
         if is_current {
-            go(world, &committed, template, world.volume_of(&committed).as_deref());
+            go(world, &committed, template, world.volume_of(&committed).as_deref()).await;
         }
     }
     drop(placed.reservation);

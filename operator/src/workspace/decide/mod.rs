@@ -58,6 +58,23 @@ pub enum Action {
     Bury,
 }
 
+impl Action {
+    /// The point before it: what was decided is written, and nothing of it is done.
+    pub fn failpoint(&self) -> Option<&'static str> {
+        match self {
+            Self::CreateVolume => Some("before-create-volume"),
+            Self::BindVolume => Some("before-bind-volume"),
+            Self::Start(_) => Some("before-start"),
+            Self::Stop { .. } => Some("before-stop"),
+            Self::DeleteLayer { .. } => Some("before-delete-layer"),
+            Self::DeleteVolume => Some("before-delete-volume"),
+            Self::UnbindVolume => Some("before-unbind-volume"),
+            Self::Bury => Some("before-bury"),
+            Self::Rest | Self::AddFinalizer | Self::Go | Self::Settle { .. } => None,
+        }
+    }
+}
+
 /// Which of a Workspace's objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Object {
