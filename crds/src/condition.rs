@@ -15,6 +15,8 @@ pub enum ConditionType {
     NodeReachable,
     GuestResponsive,
     PowerRequestConsumed,
+    /// The node cannot go on with it before a person has helped; the message says how.
+    Blocked,
     // Node
     Ready,
     Schedulable,

@@ -16,6 +16,8 @@ use kube::{
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 
+use crate::watch::WatchBackoff;
+
 /// Namespace and name.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key {
@@ -161,7 +163,7 @@ where
     let mut seen: HashSet<String> = HashSet::new();
     // What was known before the list was asked for: an own creation after that is not in it, and stays.
     let mut known: Vec<(String, Key)> = Vec::new();
-    let mut events = pin!(watcher(api, watcher::Config::default()).default_backoff());
+    let mut events = pin!(watcher(api, watcher::Config::default()).backoff(WatchBackoff::default()));
     while let Some(event) = events.next().await {
         match event {
             Ok(watcher::Event::Init) => {

@@ -25,4 +25,5 @@ pub mod streams;
 pub mod tls;
 pub mod tombstone;
 pub mod volume;
+mod watch;
 pub mod workspace;

@@ -12,6 +12,10 @@ impl InstanceControl for Instances {
         self.list()
     }
 
+    fn problem(&self, instance: InstanceId) -> Option<String> {
+        self.problem(instance)
+    }
+
     async fn start(&self, launch: Launch) {
         self.start(launch);
     }

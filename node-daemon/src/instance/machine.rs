@@ -289,6 +289,9 @@ fn connected(state: State, condition: GuestCondition) -> (State, Vec<Action>) {
         (State::Syncing { .. }, Failed(message)) => killed(Ending::new(EndReason::GuestConfigureFailed, message)),
         (State::Syncing { .. }, _) => (State::Syncing { failed: false }, vec![Action::Sync]),
         (State::PoweringOff, Ready) => (State::PoweringOff, vec![Action::ShutDown]),
+        // It had written everything back, and by its own word there is nothing mounted any more: it may never go by
+        // itself, and nothing else would end it.
+        (State::PoweringOff, Unconfigured | Failed(_)) => killed(Ending::stopped()),
         (State::LastSync, Ready) => (State::LastSync, vec![Action::Sync]),
         (state, _) => (state, vec![]),
     }

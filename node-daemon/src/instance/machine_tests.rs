@@ -72,6 +72,16 @@ fn a_normal_stop_waits_for_the_writeback() {
     assert_eq!(actions, [Action::Remember(Ending::stopped()), Action::Quit]);
 }
 
+/// Everything was written back; such a guest may never power off, and nothing else ends a normal stop.
+#[test]
+fn a_guest_that_forgets_itself_on_its_way_down_is_ended() {
+    for condition in [GuestCondition::Unconfigured, GuestCondition::Failed("odd".into())] {
+        let (state, actions) = play(State::PoweringOff, [Input::Connected(condition)]);
+        assert_eq!(reason(&state), Some(EndReason::Stopped));
+        assert_eq!(actions, [Action::Remember(Ending::stopped()), Action::Kill]);
+    }
+}
+
 #[test]
 fn what_may_have_been_lost_with_a_connection_is_said_again() {
     let ready = || Input::Connected(GuestCondition::Ready);

@@ -25,7 +25,7 @@ use std::{
 };
 
 use futures::Stream;
-use kibo_crds::{InstanceId, ObjectUid};
+use kibo_crds::{Bytes, InstanceId, MilliCpu, ObjectUid};
 use kibo_guest_protocol::v1 as guest_v1;
 use kibo_protocol::v1::{self, EndReason, StreamFailure};
 use tokio::sync::{mpsc, watch};
@@ -79,6 +79,8 @@ struct Handle {
     summary: Summary,
     inputs: mpsc::UnboundedSender<Input>,
     guest: Option<Guest>,
+    /// Why nobody keeps it: its VM may run, and nothing is done for it before somebody has helped.
+    unclear: Option<String>,
 }
 
 impl Handle {
@@ -104,6 +106,11 @@ impl Instances {
         self.0.lock().values().map(|handle| handle.summary.clone()).collect()
     }
 
+    /// Why an Instance is on this host and can neither be stopped nor started; nothing for any other.
+    pub fn problem(&self, instance: InstanceId) -> Option<String> {
+        self.0.lock().get(&instance).and_then(|handle| handle.unclear.clone())
+    }
+
     /// Changes whenever an Instance comes, goes or enters another state.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.0.changed.subscribe()
@@ -113,6 +120,9 @@ impl Instances {
     pub fn start(&self, launch: Launch) {
         let instance = launch.instance();
         if self.0.deps.spool.has_ended(instance) {
+            return;
+        }
+        if self.problem(instance).is_some() {
             return;
         }
         let Some(inputs) = self.0.register(&launch, v1::InstanceState::Starting) else { return };
@@ -148,7 +158,10 @@ impl Instances {
                 return;
             }
             for id in ids {
-                self.0.tell(id, Input::End(Ending::new(reason, message)));
+                match self.problem(id) {
+                    Some(_) => recover::destroy_unclear(&self.0, id).await,
+                    None => drop(self.0.tell(id, Input::End(Ending::new(reason, message)))),
+                }
             }
             if changes.changed().await.is_err() {
                 return;
@@ -225,13 +238,37 @@ impl Inner {
             allocated_memory: launch.allocated_memory,
         };
         let mut running = self.lock();
-        if running.contains_key(&launch.instance()) {
+        if running.get(&launch.instance()).is_some_and(|handle| handle.unclear.is_none()) {
             return None;
         }
-        running.insert(launch.instance(), Handle { summary, inputs: sender.clone(), guest: None });
+        running.insert(launch.instance(), Handle { summary, inputs: sender.clone(), guest: None, unclear: None });
         drop(running);
         self.changed();
         Some(task::Inputs { sender, receiver })
+    }
+
+    /// Keeps the place of an Instance that cannot be taken up, so that nobody starts it a second time.
+    fn register_unclear(&self, instance: InstanceId, problem: &str) {
+        let summary = Summary {
+            id: instance,
+            workspace_uid: String::new(),
+            state: v1::InstanceState::Running,
+            cpu: MilliCpu(0),
+            allocated_memory: Bytes(0),
+        };
+        let (inputs, _) = mpsc::unbounded_channel();
+        self.lock().insert(instance, Handle { summary, inputs, guest: None, unclear: Some(problem.to_owned()) });
+        self.changed();
+    }
+
+    /// There was nothing to take up; otherwise it has its place as any other by now.
+    fn forget_unclear(&self, instance: InstanceId) {
+        let mut running = self.lock();
+        if running.get(&instance).is_some_and(|handle| handle.unclear.is_some()) {
+            running.remove(&instance);
+        }
+        drop(running);
+        self.changed();
     }
 
     fn tell(&self, instance: InstanceId, input: Input) -> bool {

@@ -8,44 +8,64 @@ use kibo_protocol::v1::{EndReason, InstanceState};
 
 use super::{
     FilesError, Inner, Record,
-    files::host_boot_id,
+    files::{InstanceDir, host_boot_id},
     machine::Ending,
     task::{self, Found},
 };
 use crate::{
     launch::Launch,
-    vmm::{ProcessId, SocketDir, VmProcess},
+    vmm::{ProcessId, SocketDir, VmProcess, is_gone},
 };
 
 /// A killed process is reaped by its parent, which is not always us.
 const KILL_LIMIT: Duration = Duration::from_secs(10);
+/// An Instance that could not be taken up is looked at again so often: somebody may have helped.
+const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
 #[derive(Debug, thiserror::Error)]
 pub enum RecoverError {
     #[error(transparent)]
     Files(#[from] FilesError),
+    #[error("failed to list the processes: {0}; without that nobody knows what runs")]
+    Processes(io::Error),
+}
+
+/// Why one Instance cannot be taken up now. Its VM may run, so it is neither started nor ended.
+#[derive(Debug, thiserror::Error)]
+enum Unclear {
+    #[error(transparent)]
+    Files(#[from] FilesError),
     #[error("failed to list the processes: {0}")]
     Processes(io::Error),
-    #[error("failed to open the directory of {instance}: {source}")]
-    Directory { instance: InstanceId, source: io::Error },
+    #[error("failed to take hold of process {pid}: {source}")]
+    Process { pid: i32, source: io::Error },
+    #[error("process {pid} does not go after it was killed: see whether the disk under its images hangs")]
+    Immortal { pid: i32 },
+    #[error("failed to open its directory: {0}")]
+    Directory(io::Error),
 }
 
 /// Processes by the name of their Instance.
 type Processes = BTreeMap<String, Vec<ProcessId>>;
 
 pub async fn recover(inner: &Arc<Inner>) -> Result<(), RecoverError> {
-    let mut processes = Processes::new();
-    for (name, process) in inner.deps.vmm.processes().map_err(RecoverError::Processes)? {
-        processes.entry(name).or_default().push(process);
-    }
+    let mut processes = processes(inner).map_err(RecoverError::Processes)?;
     for instance in inner.dirs.list()? {
         let own = processes.remove(&instance.to_string()).unwrap_or_default();
-        recover_one(inner, instance, own).await?;
+        // One that cannot be taken up must not keep the others from it.
+        if let Err(unclear) = recover_one(inner, instance, own).await {
+            tracing::error!(%instance, %unclear, "an Instance cannot be taken up; it is left as it is");
+            inner.register_unclear(instance, &unclear.to_string());
+            tokio::spawn(task::or_abort("recovery", try_again(inner.clone(), instance)));
+        }
     }
     // Nobody knows what these were for, so nobody can have an interest in them.
     for (name, strays) in processes {
         tracing::warn!(name, "killing a VM of this node that has no directory");
-        kill_all(strays).await;
+        if let Err(unclear) = kill_all(strays).await {
+            tracing::error!(name, %unclear, "a VM that has no directory is left; what it holds is not given away");
+            continue;
+        }
         if let Err(error) = inner.deps.vmm.cgroup(&name).remove() {
             tracing::warn!(name, %error, "failed to remove the cgroup of a VM that had no directory");
         }
@@ -53,19 +73,46 @@ pub async fn recover(inner: &Arc<Inner>) -> Result<(), RecoverError> {
     Ok(())
 }
 
-async fn recover_one(inner: &Arc<Inner>, instance: InstanceId, own: Vec<ProcessId>) -> Result<(), RecoverError> {
+fn processes(inner: &Inner) -> io::Result<Processes> {
+    let mut processes = Processes::new();
+    for (name, process) in inner.deps.vmm.processes()? {
+        processes.entry(name).or_default().push(process);
+    }
+    Ok(processes)
+}
+
+/// Until somebody has helped, and the Instance is taken up like any other.
+async fn try_again(inner: Arc<Inner>, instance: InstanceId) {
+    loop {
+        tokio::time::sleep(LOOK_AGAIN).await;
+        let again = async {
+            let own = processes(&inner).map_err(Unclear::Processes)?.remove(&instance.to_string());
+            recover_one(&inner, instance, own.unwrap_or_default()).await
+        };
+        match again.await {
+            Ok(()) => {
+                tracing::info!(%instance, "the Instance could be taken up");
+                return inner.forget_unclear(instance);
+            }
+            Err(unclear) => {
+                tracing::debug!(%instance, %unclear, "an Instance still cannot be taken up");
+                inner.register_unclear(instance, &unclear.to_string());
+            }
+        }
+    }
+}
+
+async fn recover_one(inner: &Arc<Inner>, instance: InstanceId, own: Vec<ProcessId>) -> Result<(), Unclear> {
     let directory = inner.dirs.of(instance);
     let Some((record, launch)) = directory.load()? else {
         // Killed before the record was written: nothing was done yet.
-        kill_all(own).await;
-        return Ok(directory.remove()?);
+        return discard(&directory, own).await;
     };
     if inner.deps.spool.has_ended(instance) {
         // Killed between the Ended event and the removal of the directory, the last two steps.
-        kill_all(own).await;
-        return Ok(directory.remove()?);
+        return discard(&directory, own).await;
     }
-    let process = choose(&record, own).await;
+    let process = choose(&record, own).await?;
     let found = found(inner, &record, &launch, process)?;
     let state = match &found {
         Found::Unstarted => InstanceState::Starting,
@@ -78,8 +125,29 @@ async fn recover_one(inner: &Arc<Inner>, instance: InstanceId, own: Vec<ProcessI
     Ok(())
 }
 
+/// Ends an Instance that cannot be taken up, on a node whose every right is void. Its processes are found by listing.
+pub async fn destroy_unclear(inner: &Inner, instance: InstanceId) {
+    let name = instance.to_string();
+    let destroyed = async {
+        let own = processes(inner).map_err(Unclear::Processes)?.remove(&name);
+        discard(&inner.dirs.of(instance), own.unwrap_or_default()).await
+    };
+    if let Err(unclear) = destroyed.await {
+        return tracing::error!(%instance, %unclear, "an Instance that could not be taken up cannot be destroyed either");
+    }
+    if let Err(error) = inner.deps.vmm.cgroup(&name).remove() {
+        tracing::warn!(%instance, %error, "failed to remove a cgroup");
+    }
+    inner.forget_unclear(instance);
+}
+
+async fn discard(directory: &InstanceDir, own: Vec<ProcessId>) -> Result<(), Unclear> {
+    kill_all(own).await?;
+    Ok(directory.remove()?)
+}
+
 /// The one process that is the Instance's VM. Two would write to the same disks; only the recorded one has a right to.
-async fn choose(record: &Record, mut own: Vec<ProcessId>) -> Option<VmProcess> {
+async fn choose(record: &Record, mut own: Vec<ProcessId>) -> Result<Option<VmProcess>, Unclear> {
     let recorded = record.process.and_then(|recorded| own.iter().position(|process| *process == recorded));
     let chosen = match recorded {
         Some(index) => Some(own.swap_remove(index)),
@@ -87,17 +155,25 @@ async fn choose(record: &Record, mut own: Vec<ProcessId>) -> Option<VmProcess> {
         None if own.len() == 1 => own.pop(),
         None => None,
     };
-    kill_all(own).await;
-    let chosen = chosen?;
-    VmProcess::open(chosen.pid).ok().filter(|process| process.id() == chosen)
+    kill_all(own).await?;
+    chosen.map_or(Ok(None), open)
 }
 
-fn found(inner: &Inner, record: &Record, launch: &Launch, process: Option<VmProcess>) -> Result<Found, RecoverError> {
+/// Takes hold of a process; nothing when it is gone.
+fn open(id: ProcessId) -> Result<Option<VmProcess>, Unclear> {
+    match VmProcess::open(id.pid) {
+        Ok(process) => Ok(Some(process).filter(|process| process.id() == id)),
+        Err(error) if is_gone(&error) => Ok(None),
+        Err(source) => Err(Unclear::Process { pid: id.pid, source }),
+    }
+}
+
+fn found(inner: &Inner, record: &Record, launch: &Launch, process: Option<VmProcess>) -> Result<Found, Unclear> {
     let instance = launch.instance();
     Ok(match (process, &record.ending) {
         (Some(process), _) => {
             let sockets = SocketDir::open(inner.dirs.of(instance).path());
-            Found::Running(process, sockets.map_err(|source| RecoverError::Directory { instance, source })?)
+            Found::Running(process, sockets.map_err(Unclear::Directory)?)
         }
         (None, Some(ending)) => Found::Gone(ending.clone()),
         (None, None) if may_start_again(record, &host_boot_id()) => Found::Unstarted,
@@ -123,19 +199,19 @@ fn may_start_again(record: &Record, host_boot_id: &str) -> bool {
     !record.configured && !host_boot_id.is_empty() && record.host_boot_id == host_boot_id
 }
 
-async fn kill_all(processes: Vec<ProcessId>) {
+/// Returns when they are gone.
+async fn kill_all(processes: Vec<ProcessId>) -> Result<(), Unclear> {
     for process in processes {
-        let Ok(running) = VmProcess::open(process.pid) else { continue };
-        if running.id() != process {
-            continue;
-        }
+        let pid = process.pid;
+        let Some(running) = open(process)? else { continue };
         running.kill();
         match tokio::time::timeout(KILL_LIMIT, running.exited()).await {
             Ok(Ok(_)) => {}
-            Ok(Err(error)) => tracing::error!(pid = process.pid, %error, "failed to wait for a killed process"),
-            Err(_) => tracing::error!(pid = process.pid, "a killed process does not go: its disk may hang"),
+            Ok(Err(source)) => return Err(Unclear::Process { pid, source }),
+            Err(_) => return Err(Unclear::Immortal { pid }),
         }
     }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -3,9 +3,9 @@
 
 use std::time::Duration;
 
-use kibo_protocol::v1::{Ended, ObjectState, ObjectUse, instance_event::Kind};
+use kibo_protocol::v1::{Blocked, Ended, ObjectState, ObjectUse, instance_event::Kind};
 
-use super::{Deps, files::InstanceDir, machine::Ending};
+use super::{Deps, files::InstanceDir, machine::Ending, task::blocking};
 use crate::{
     launch::{GrantedObject, Launch},
     pool::PoolError,
@@ -14,6 +14,8 @@ use crate::{
 
 const RETRY_FIRST: Duration = Duration::from_millis(500);
 const RETRY_LAST: Duration = Duration::from_secs(30);
+/// So many failures in a row are told to the people who wait for the end.
+const TELL_AFTER: u32 = 3;
 /// People read it, and it is stored with the Workspace.
 const MESSAGE_LIMIT: usize = 1000;
 
@@ -22,7 +24,7 @@ const MESSAGE_LIMIT: usize = 1000;
 pub async fn release(deps: &Deps, launch: &Launch, directory: &InstanceDir, ending: &Ending) {
     let instance = launch.instance();
     let cgroup = deps.vmm.cgroup(&instance.to_string());
-    until_done("remove the cgroup", launch, || {
+    until_done("remove the cgroup", launch, Some(deps), || {
         let cgroup = cgroup.clone();
         move || cgroup.remove()
     })
@@ -30,39 +32,38 @@ pub async fn release(deps: &Deps, launch: &Launch, directory: &InstanceDir, endi
     kibo_failpoint::reach("cgroup-removed").await;
     let mut objects = Vec::new();
     for granted in launch.objects() {
-        let object = until_done("release an object", launch, || {
+        let close = || {
             let (deps, launch, granted) = (deps.clone(), launch.clone(), granted.clone());
             move || close(&deps, &launch, &granted)
-        })
-        .await;
-        objects.push(object);
+        };
+        objects.push(until_done("release an object", launch, Some(deps), close).await);
         kibo_failpoint::reach("object-released").await;
     }
     let ended =
         Ended { reason: ending.reason.into(), message: ending.message.chars().take(MESSAGE_LIMIT).collect(), objects };
     append(deps, launch, Kind::Ended(ended)).await;
     kibo_failpoint::reach("ended-told").await;
-    until_done("remove the directory", launch, || {
+    until_done("remove the directory", launch, None, || {
         let directory = directory.clone();
         move || directory.remove()
     })
     .await;
 }
 
-/// Makes an event that can be spared: when it cannot be stored, that is said and nothing waits for it.
-pub async fn try_append(deps: &Deps, launch: &Launch, kind: Kind) {
+/// Makes an event if that can be done now.
+pub async fn try_append(deps: &Deps, launch: &Launch, kind: Kind) -> Result<(), SpoolError> {
     let (spool, instance, workspace) = (deps.spool.clone(), launch.instance(), launch.workspace.uid.clone());
-    let appended = tokio::task::spawn_blocking(move || spool.append(instance, &workspace, kind)).await;
-    match appended {
-        Ok(Ok(_)) => {}
-        Ok(Err(error)) => tracing::warn!(%instance, %error, "an event is dropped"),
-        Err(error) => tracing::error!(%instance, %error, "an event is dropped"),
-    }
+    blocking(move || match spool.append(instance, &workspace, kind) {
+        // An earlier daemon told its end and was killed before it could note that.
+        Err(SpoolError::Ended { .. }) => Ok(()),
+        result => result.map(drop),
+    })
+    .await
 }
 
 /// Makes an event, however long that takes.
 pub async fn append(deps: &Deps, launch: &Launch, kind: Kind) {
-    until_done("store an event", launch, || {
+    until_done("store an event", launch, None, || {
         let (deps, launch, kind) = (deps.clone(), launch.clone(), kind.clone());
         move || match deps.spool.append(launch.instance(), &launch.workspace.uid, kind) {
             // An earlier daemon told it and was killed before it could note that.
@@ -84,21 +85,36 @@ fn close(deps: &Deps, launch: &Launch, granted: &GrantedObject) -> Result<Object
     })
 }
 
-/// Runs a step on a thread that may block, again and again until it succeeds.
-async fn until_done<T, E, S>(what: &'static str, launch: &Launch, mut step: impl FnMut() -> S) -> T
+/// Runs a step on a thread that may block, again and again until it succeeds. With `tell` people hear of a problem that
+/// looks as if it would last: the Workspace waits for it.
+async fn until_done<T, E, S>(what: &'static str, launch: &Launch, tell: Option<&Deps>, mut step: impl FnMut() -> S) -> T
 where
     T: Send + 'static,
     E: std::fmt::Display + Send + 'static,
     S: FnOnce() -> Result<T, E> + Send + 'static,
 {
     let mut pause = RETRY_FIRST;
+    let mut failures = 0;
     loop {
-        match tokio::task::spawn_blocking(step()).await {
+        let problem = match tokio::task::spawn_blocking(step()).await {
             Ok(Ok(value)) => return value,
-            Ok(Err(error)) => tracing::warn!(instance = %launch.instance(), %error, "failed to {what}; trying again"),
-            Err(error) => tracing::error!(instance = %launch.instance(), %error, "failed to {what}; trying again"),
+            Ok(Err(error)) => error.to_string(),
+            Err(panic) => panic.to_string(),
+        };
+        tracing::warn!(instance = %launch.instance(), problem, "failed to {what}; trying again");
+        failures += 1;
+        if let Some(deps) = tell.filter(|_| failures == TELL_AFTER) {
+            blocked(deps, launch, &problem).await;
         }
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(RETRY_LAST);
+    }
+}
+
+async fn blocked(deps: &Deps, launch: &Launch, problem: &str) {
+    let message = format!("it has ended, and holds what it had until this is done: {problem}");
+    let blocked = Kind::Blocked(Blocked { message: message.chars().take(MESSAGE_LIMIT).collect() });
+    if let Err(error) = try_append(deps, launch, blocked).await {
+        tracing::warn!(instance = %launch.instance(), %error, "what an end waits for cannot be told");
     }
 }

@@ -7,6 +7,7 @@ use kibo_crds::InstanceId;
 use kibo_guest_protocol::{ProcessEnd, v1 as guest};
 use kibo_protocol::v1::{self as protocol, EndReason, instance_event::Kind};
 use tokio::{sync::mpsc, task::JoinHandle, time::Instant};
+use tracing::Instrument as _;
 
 use super::{
     Inner, Record,
@@ -24,6 +25,8 @@ use crate::{
 
 /// What a guest gets to end its processes before they are killed.
 const SHUTDOWN_GRACE_MILLIS: u32 = 10_000;
+/// What a disk gets to store an event that an end makes void.
+const LAST_EVENT: Duration = Duration::from_secs(1);
 const EXIT_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The mailbox of an Instance.
@@ -52,17 +55,22 @@ pub struct Task {
     /// When an end of the entrypoint was told last.
     last_exit: Option<Instant>,
     boot_id: String,
+    /// Stores the Available event: nothing may wait for that, least of all an order to stop.
+    storing: Option<JoinHandle<()>>,
 }
 
-/// Runs an Instance on its own. A panic ends the whole process: the Instance would be without a keeper while its VM goes
-/// on, whereas the next daemon takes it up like after any other crash.
+/// Runs an Instance on its own.
 pub fn spawn(instance: InstanceId, run: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
-    tokio::spawn(async move {
-        if AssertUnwindSafe(run).catch_unwind().await.is_err() {
-            tracing::error!(%instance, "the task of an Instance panicked: the daemon aborts, its VMs go on");
-            std::process::abort();
-        }
-    })
+    tokio::spawn(or_abort("keeper", run).instrument(tracing::error_span!("keeper", %instance)))
+}
+
+/// Ends the whole process with a panic: the Instance would be without a keeper, or without one of those who watch it,
+/// while its VM goes on, whereas the next daemon takes it up like after any other crash.
+pub async fn or_abort(what: &'static str, run: impl Future<Output = ()>) {
+    if AssertUnwindSafe(run).catch_unwind().await.is_err() {
+        tracing::error!(what, "a task of an Instance panicked: the daemon aborts, its VMs go on");
+        std::process::abort();
+    }
 }
 
 /// Runs a new Instance to its end.
@@ -97,8 +105,18 @@ pub async fn run_found(inner: Arc<Inner>, launch: Launch, record: Record, inputs
 
 impl Task {
     fn new(inner: Arc<Inner>, launch: Launch, directory: InstanceDir, record: Record, inputs: Inputs) -> Self {
-        let state = State::Starting { end: None };
-        Self { inner, launch, directory, record, state, inputs, vm: None, last_exit: None, boot_id: String::new() }
+        Self {
+            inner,
+            launch,
+            directory,
+            record,
+            state: State::Starting { end: None },
+            inputs,
+            vm: None,
+            last_exit: None,
+            boot_id: String::new(),
+            storing: None,
+        }
     }
 
     fn send(&self, input: Input) {
@@ -124,7 +142,10 @@ impl Task {
         let taken = blocking(move || launching::take(&inner.deps, &launch)).await?;
         if !self.record.objects_taken {
             let objects = taken.states();
-            self.tell(Kind::ObjectsTaken(protocol::ObjectsTaken { objects })).await;
+            // Nothing runs yet: where that cannot be stored, nothing is started.
+            let told = Kind::ObjectsTaken(protocol::ObjectsTaken { objects });
+            let stored = releasing::try_append(&self.inner.deps, &self.launch, told).await;
+            stored.map_err(|error| Ending::new(EndReason::VmmFailed, error.to_string()))?;
             kibo_failpoint::reach("taken-told").await;
             self.remember(|record| record.objects_taken = true).await?;
         }
@@ -200,6 +221,7 @@ impl Task {
                 () = tokio::time::sleep_until(deadline.unwrap_or(entered)), if deadline.is_some() => {
                     Some(Input::TimedOut)
                 }
+                () = stored(self.storing.as_mut()) => self.noted_available().await,
                 event = next_event(self.vm.as_mut()) => self.heard(event).await,
             };
             let Some(input) = input else { continue };
@@ -227,9 +249,8 @@ impl Task {
                 self.boot_id = vm::boot_id(&reply.boot_id);
                 if let Some(guest::guest_state::Kind::Ready(ready)) = reply.state.as_ref().and_then(|s| s.kind.as_ref())
                     && let Some(entrypoint) = &ready.entrypoint
-                    && let Some(kind) = self.entrypoint_ended(entrypoint).await
                 {
-                    releasing::try_append(&self.inner.deps, &self.launch, kind).await;
+                    self.entrypoint_ended(entrypoint).await;
                 }
                 Input::Connected(vm::condition(&reply, &self.launch.instance().to_string()))
             }
@@ -245,37 +266,45 @@ impl Task {
                 Input::Synced { error }
             }
             GuestEvent::ShuttingDown => Input::ShuttingDown,
-            GuestEvent::Entrypoint(state) => Input::Noticed(self.entrypoint_ended(&state).await?),
+            GuestEvent::Entrypoint(state) => {
+                self.entrypoint_ended(&state).await;
+                return None;
+            }
             GuestEvent::Unresponsive => Input::Noticed(Kind::GuestUnresponsive(protocol::GuestUnresponsive {})),
             GuestEvent::Responsive => Input::Noticed(Kind::GuestResponsive(protocol::GuestResponsive {})),
         })
     }
 
-    /// The event for an end of the entrypoint, once for each.
-    async fn entrypoint_ended(&mut self, state: &guest::EntrypointState) -> Option<Kind> {
+    /// Tells an end of the entrypoint, once for each. First the event, then that it was made: a daemon that is killed in
+    /// between tells it twice, and never not at all.
+    async fn entrypoint_ended(&mut self, state: &guest::EntrypointState) {
         use guest::entrypoint_state::Kind::{Exited, Restarting};
-        let (status, will_restart) = match state.kind.as_ref()? {
-            Exited(exited) => (exited.status.clone(), false),
-            Restarting(restarting) => (restarting.status.clone(), true),
-            _ => return None,
+        let (status, will_restart) = match &state.kind {
+            Some(Exited(exited)) => (exited.status.clone(), false),
+            Some(Restarting(restarting)) => (restarting.status.clone(), true),
+            _ => return,
         };
         let number = state.restarts.saturating_add(1);
         // An agent waits a second before it starts the entrypoint again; what comes faster is none, and each is a write
         // to the host's disk.
         if number <= self.record.exits_told || self.last_exit.is_some_and(|last| last.elapsed() < EXIT_INTERVAL) {
-            return None;
+            return;
         }
         self.last_exit = Some(Instant::now());
+        let exited = Kind::EntrypointExited(entrypoint_exited(status, will_restart));
+        if !self.try_tell(exited).await {
+            return;
+        }
+        kibo_failpoint::reach("exit-told").await;
         if let Err(ending) = self.remember(|record| record.exits_told = number).await {
             tracing::warn!(instance = %self.launch.instance(), problem = ending.message, "an event may come twice");
         }
-        Some(Kind::EntrypointExited(entrypoint_exited(status, will_restart)))
     }
 
     async fn perform(&mut self, action: Action) {
         match action {
             Action::Configure => self.configure().await,
-            Action::Available => self.available().await,
+            Action::Available => self.available(),
             Action::Sync => {
                 self.with_guest(|guest| guest.sync(1));
                 kibo_failpoint::reach("sync-asked").await;
@@ -304,7 +333,9 @@ impl Task {
                 kibo_failpoint::reach("vm-killed").await;
             }
             // Of these there can be any number, and an order to stop must not wait behind a full disk.
-            Action::Tell(kind) => releasing::try_append(&self.inner.deps, &self.launch, kind).await,
+            Action::Tell(kind) => {
+                self.try_tell(kind).await;
+            }
         }
     }
 
@@ -325,20 +356,30 @@ impl Task {
         }
     }
 
-    async fn available(&mut self) {
+    fn available(&mut self) {
         let instance = self.launch.instance();
         // What the boot was given beyond the Workspace's share ends here.
         if let Err(error) = self.inner.deps.vmm.cgroup(&instance.to_string()).limit_cpu(Some(self.launch.cpu)) {
             return self.send(Input::End(Ending::new(EndReason::VmmFailed, error.to_string())));
         }
-        if self.record.available {
+        if self.record.available || self.storing.is_some() {
             return;
         }
-        self.tell(Kind::Available(protocol::Available { guest_boot_id: self.boot_id.clone() })).await;
-        kibo_failpoint::reach("available-told").await;
+        let (deps, launch) = (self.inner.deps.clone(), self.launch.clone());
+        let available = Kind::Available(protocol::Available { guest_boot_id: self.boot_id.clone() });
+        self.storing = Some(spawn(instance, async move {
+            kibo_failpoint::reach("before-available-told").await;
+            releasing::append(&deps, &launch, available).await;
+            kibo_failpoint::reach("available-told").await;
+        }));
+    }
+
+    async fn noted_available(&mut self) -> Option<Input> {
+        self.storing = None;
         if let Err(ending) = self.remember(|record| record.available = true).await {
-            tracing::warn!(%instance, problem = ending.message, "an event may come twice");
+            tracing::warn!(instance = %self.launch.instance(), problem = ending.message, "an event may come twice");
         }
+        None
     }
 
     fn with_guest(&self, ask: impl FnOnce(&crate::guest::Guest)) {
@@ -347,8 +388,13 @@ impl Task {
         }
     }
 
-    async fn tell(&self, kind: Kind) {
-        releasing::append(&self.inner.deps, &self.launch, kind).await;
+    /// Makes an event that can be spared: when it cannot be stored, that is said and nothing waits for it.
+    async fn try_tell(&self, kind: Kind) -> bool {
+        let told = releasing::try_append(&self.inner.deps, &self.launch, kind).await;
+        if let Err(error) = &told {
+            tracing::warn!(instance = %self.launch.instance(), %error, "an event is dropped");
+        }
+        told.is_ok()
     }
 
     /// Changes the record, on disk first.
@@ -365,6 +411,12 @@ impl Task {
 
     async fn release(&mut self, mut ending: Ending) {
         let instance = self.launch.instance();
+        if let Some(mut storing) = self.storing.take()
+            && tokio::time::timeout(LAST_EVENT, &mut storing).await.is_err()
+        {
+            // The end is the last word, and after it no other is stored.
+            storing.abort();
+        }
         if let Some(vm) = self.vm.take() {
             let console = vm.console.text();
             let is_about_the_console =
@@ -388,6 +440,15 @@ async fn next_event(vm: Option<&mut RunningVm>) -> GuestEvent {
     }
 }
 
+/// Returns when the event is stored; never, while there is none.
+async fn stored(storing: Option<&mut JoinHandle<()>>) {
+    match storing {
+        // It aborts the process where it fails.
+        Some(storing) => drop(storing.await),
+        None => std::future::pending().await,
+    }
+}
+
 fn entrypoint_exited(status: Option<guest::ExitStatus>, will_restart: bool) -> protocol::EntrypointExited {
     let number = |number: u32| i32::try_from(number).ok();
     let (code, signal) = match ProcessEnd::from_message(status) {
@@ -404,7 +465,7 @@ fn entrypoint_exited(status: Option<guest::ExitStatus>, will_restart: bool) -> p
 }
 
 /// Runs a step on a thread that may block.
-async fn blocking<T: Send + 'static>(step: impl FnOnce() -> T + Send + 'static) -> T {
+pub(super) async fn blocking<T: Send + 'static>(step: impl FnOnce() -> T + Send + 'static) -> T {
     match tokio::task::spawn_blocking(step).await {
         Ok(value) => value,
         Err(error) => match error.try_into_panic() {
@@ -416,7 +477,7 @@ async fn blocking<T: Send + 'static>(step: impl FnOnce() -> T + Send + 'static) 
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::{
         os::unix::process::ExitStatusExt as _,
         process::{Command, Stdio},
@@ -426,19 +487,25 @@ mod tests {
 
     const CHILD: &str = "KIBO_TEST_PANICS";
 
-    #[test]
-    fn a_panic_ends_the_process() {
+    /// Runs the test of that name in a process of its own, where it does what must end that process.
+    pub(in crate::instance) fn dies_of_a_panic(test: &str, panics: impl Future<Output = ()>) {
         if std::env::var_os(CHILD).is_some() {
-            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-            let _ = runtime.block_on(async { spawn(InstanceId::generate(), async { panic!("on purpose") }).await });
+            tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(panics);
             return;
         }
         let status = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "instance::task::tests::a_panic_ends_the_process"])
+            .args(["--exact", test])
             .env(CHILD, "1")
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .status();
         assert_eq!(status.unwrap().signal(), Some(6));
+    }
+
+    #[test]
+    fn a_panic_ends_the_process() {
+        dies_of_a_panic("instance::task::tests::a_panic_ends_the_process", async {
+            let _ = spawn(InstanceId::generate(), async { panic!("on purpose") }).await;
+        });
     }
 }

@@ -13,6 +13,7 @@ use tokio::{
 use super::{
     console::{self, ConsoleTail},
     machine::{GuestCondition, Input},
+    task::or_abort,
 };
 use crate::{
     guest::{Guest, GuestEvent, LogSink},
@@ -43,7 +44,17 @@ pub struct RunningVm {
     pub guest: Guest,
     events: mpsc::Receiver<GuestEvent>,
     pub console: ConsoleTail,
-    tasks: JoinSet<()>,
+    watchers: Watchers,
+}
+
+/// Tasks that end with their VM. Without one of them a VM would be watched in part only, for ever and unseen.
+#[derive(Default)]
+struct Watchers(JoinSet<()>);
+
+impl Watchers {
+    fn spawn(&mut self, what: &'static str, watcher: impl Future<Output = ()> + Send + 'static) {
+        self.0.spawn(or_abort(what, watcher));
+    }
 }
 
 impl RunningVm {
@@ -54,12 +65,12 @@ impl RunningVm {
         let (qmp, control) = watch::channel(None);
         let console = ConsoleTail::default();
         let (guest, events, conversation) = Guest::converse(sockets.clone(), log, known);
-        let mut tasks = JoinSet::new();
-        tasks.spawn(watch_process(process.clone(), complaints, cgroup, inputs.clone()));
-        tasks.spawn(watch_control(sockets.clone(), qmp, inputs.clone()));
-        tasks.spawn(console::follow(sockets, directory, console.clone()));
-        tasks.spawn(conversation);
-        Self { process, control, guest, events, console, tasks }
+        let mut watchers = Watchers::default();
+        watchers.spawn("process", watch_process(process.clone(), complaints, cgroup, inputs.clone()));
+        watchers.spawn("control socket", watch_control(sockets.clone(), qmp, inputs.clone()));
+        watchers.spawn("console", console::follow(sockets, directory, console.clone()));
+        watchers.spawn("guest", conversation);
+        Self { process, control, guest, events, console, watchers }
     }
 
     /// What the guest did next. Whoever does not ask makes the guest wait.
@@ -80,7 +91,7 @@ impl RunningVm {
         let control = self.control.borrow().clone();
         match control {
             Some(qmp) => {
-                self.tasks.spawn(async move {
+                self.watchers.spawn("end", async move {
                     // It may be gone before it has answered.
                     let _ = qmp.quit().await;
                 });
@@ -222,6 +233,16 @@ pub fn boot_id(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::instance::task::tests::dies_of_a_panic;
+
+    #[test]
+    fn a_watcher_that_panics_ends_the_process() {
+        dies_of_a_panic("instance::vm::tests::a_watcher_that_panics_ends_the_process", async {
+            let mut watchers = Watchers::default();
+            watchers.spawn("test", async { panic!("on purpose") });
+            watchers.0.join_all().await;
+        });
+    }
 
     #[test]
     fn a_guest_that_lies_is_not_repeated() {

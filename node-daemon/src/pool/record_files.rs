@@ -81,7 +81,12 @@ pub fn list(dir: &Path) -> io::Result<Records> {
             bytes => bytes?,
         };
         let record = decode(&bytes).ok_or_else(|| {
-            io::Error::new(io::ErrorKind::InvalidData, format!("the holder record {} is damaged", path.display()))
+            let problem = format!(
+                "the holder record {} is damaged: restore it from a backup; or, when you know that no process on any node \
+                 writes to this object's image, remove that file",
+                path.display()
+            );
+            io::Error::new(io::ErrorKind::InvalidData, problem)
         })?;
         let at: &mut EpochRecords = records.0.entry(epoch).or_default();
         match kind {

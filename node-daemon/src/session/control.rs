@@ -17,6 +17,9 @@ pub trait InstanceControl: Send + Sync + 'static {
     /// Everything that is on this host, also what is being cleaned up.
     fn list(&self) -> Vec<Summary>;
 
+    /// Why an Instance that is here can neither be started nor stopped before somebody has helped.
+    fn problem(&self, instance: InstanceId) -> Option<String>;
+
     /// Idempotent by the Instance's id; the Instance is in the list when this returns, or its end is
     /// in the spool.
     fn start(&self, launch: Launch) -> impl Future<Output = ()> + Send;

@@ -89,6 +89,9 @@ impl<I: InstanceControl> Handler<I> {
 
     async fn desire(&self, launch: Launch, stop: Option<StopMode>) {
         let instance = launch.instance();
+        if let Some(problem) = self.node.instances.problem(instance) {
+            self.tell_problem(&launch, problem).await;
+        }
         match stop {
             _ if self.node.is_over(instance) => {}
             Some(mode) => {
@@ -101,6 +104,19 @@ impl<I: InstanceControl> Handler<I> {
                 Ok(()) => self.start(launch).await,
                 Err(refusal) => self.not_here(launch, refusal.message),
             },
+        }
+    }
+
+    /// Says with the Workspace what its Instance waits for: only the operator knows which Workspace that is.
+    async fn tell_problem(&self, launch: &Launch, problem: String) {
+        let (spool, instance, workspace) =
+            (Arc::clone(&self.node.spool), launch.instance(), launch.workspace.uid.clone());
+        let blocked = v1::instance_event::Kind::Blocked(v1::Blocked { message: problem });
+        let told = tokio::task::spawn_blocking(move || spool.append(instance, &workspace, blocked)).await;
+        match told {
+            Ok(Ok(_)) => {}
+            Ok(Err(error)) => tracing::warn!(%instance, %error, "what an Instance waits for cannot be told"),
+            Err(error) => tracing::error!(%instance, %error, "what an Instance waits for cannot be told"),
         }
     }
 

@@ -10,6 +10,7 @@ use std::{
 
 use kibo_protocol::v1::{InstanceEvent, instance_event::Kind};
 use prost::Message as _;
+use rustix::fs::{FallocateFlags, fallocate};
 
 use super::SpoolError;
 use crate::durable;
@@ -21,6 +22,9 @@ const MAX_RECORD: usize = 1 << 20;
 /// Size from which on a journal without pending events is written anew.
 const COMPACT_ABOVE: u64 = 64 << 10;
 
+/// Several times what the events of a usual Instance need.
+const RESERVED: u64 = 16 << 10;
+
 const EVENT: u8 = 1;
 /// Everything up to this number is acknowledged; at the head of a compacted journal also the last number used.
 const ACKED: u8 = 2;
@@ -30,6 +34,8 @@ const WORKSPACE: u8 = 3;
 pub struct Journal {
     path: PathBuf,
     file: File,
+    /// Set after a compaction until the new file is sure to outlive a crash: before, an event in it would not be durable.
+    unsettled: Option<durable::Unsettled>,
     /// What is written and checked; everything beyond is the rest of a failed write.
     len: u64,
     workspace_uid: String,
@@ -59,6 +65,13 @@ fn first_record(bytes: &[u8]) -> Option<(u8, &[u8], usize)> {
     (crc32fast::hash(body) == number(4)?).then(|| (body[0], &body[1..], HEADER + length))
 }
 
+/// Holds room for the events that every Instance has, so that its end can also be told when the disk is full.
+fn reserve(file: &File) {
+    if let Err(error) = fallocate(file, FallocateFlags::KEEP_SIZE, 0, RESERVED) {
+        tracing::debug!(%error, "no room is held for an event journal");
+    }
+}
+
 impl Journal {
     fn error(&self, action: &'static str) -> impl FnOnce(io::Error) -> SpoolError + use<> {
         let path = self.path.clone();
@@ -69,9 +82,11 @@ impl Journal {
     pub fn create(path: &Path) -> Result<Self, SpoolError> {
         let file = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path);
         let file = file.map_err(|source| SpoolError::Io { action: "make", path: path.to_owned(), source })?;
+        reserve(&file);
         Ok(Self {
             path: path.to_owned(),
             file,
+            unsettled: None,
             len: 0,
             workspace_uid: String::new(),
             last_seq: 0,
@@ -88,6 +103,7 @@ impl Journal {
         let mut journal = Self {
             path: path.to_owned(),
             file,
+            unsettled: None,
             len: 0,
             workspace_uid: String::new(),
             last_seq: 0,
@@ -145,6 +161,10 @@ impl Journal {
 
     /// Durable when it returns. On an error the journal is as before.
     pub fn append(&mut self, event: InstanceEvent) -> Result<(), SpoolError> {
+        if let Some(unsettled) = &self.unsettled {
+            unsettled.settle().map_err(self.error("sync"))?;
+            self.unsettled = None;
+        }
         let bytes = frame(EVENT, &event.encode_to_vec());
         if let Err(error) = self.write(&bytes).and_then(|()| self.file.sync_data()) {
             // A whole record that was reported as failed must not come back after a restart.
@@ -152,6 +172,8 @@ impl Journal {
             if let Err(error) = cut {
                 tracing::error!(path = %self.path.display(), %error, "failed to cut off a failed event record");
             }
+            // The cut gave that back too.
+            reserve(&self.file);
             return Err(self.error("write to")(error));
         }
         self.len += bytes.len() as u64;
@@ -178,8 +200,10 @@ impl Journal {
     fn compact(&mut self) -> Result<(), SpoolError> {
         let mut bytes = frame(WORKSPACE, self.workspace_uid.as_bytes());
         bytes.extend(frame(ACKED, &self.last_seq.to_le_bytes()));
-        durable::replace(&self.path, &bytes).map_err(self.error("compact"))?;
-        self.file = OpenOptions::new().read(true).write(true).open(&self.path).map_err(self.error("open"))?;
+        // Nothing is opened again, which could fail and leave the journal writing into the file that is gone.
+        let (file, unsettled) = durable::swap(&self.path, &bytes).map_err(self.error("compact"))?;
+        reserve(&file);
+        (self.file, self.unsettled) = (file, Some(unsettled));
         self.len = bytes.len() as u64;
         Ok(())
     }

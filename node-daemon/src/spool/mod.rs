@@ -164,6 +164,6 @@ impl EventSpool {
 fn is_essential(kind: &Kind) -> bool {
     match kind {
         Kind::ObjectsTaken(_) | Kind::Available(_) | Kind::Ended(_) => true,
-        Kind::GuestUnresponsive(_) | Kind::GuestResponsive(_) | Kind::EntrypointExited(_) => false,
+        Kind::GuestUnresponsive(_) | Kind::GuestResponsive(_) | Kind::EntrypointExited(_) | Kind::Blocked(_) => false,
     }
 }

@@ -1,4 +1,7 @@
+use std::{fs::File, os::fd::AsRawFd as _};
+
 use proptest::prelude::*;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::*;
 
@@ -94,6 +97,40 @@ fn a_long_journal_is_written_anew_and_keeps_its_numbers() {
     drop(spool);
     let spool = EventSpool::open(dir.path()).unwrap();
     assert_eq!(seqs(&spool), [3]);
+}
+
+/// In a process of its own, whose limit of open files is reached in the middle of a compaction.
+#[test]
+fn a_compaction_that_fails_half_way_loses_no_later_event() {
+    const CHILD: &str = "KIBO_TEST_SPOOL_DIR";
+    let instance: InstanceId = "inst-01arz3ndektsv4rrffq69g5fav".parse().unwrap();
+    if let Some(dir) = std::env::var_os(CHILD) {
+        let spool = EventSpool::open(Path::new(&dir)).unwrap();
+        let limit = getrlimit(Resource::Nofile);
+        let next = File::open("/dev/null").unwrap().as_raw_fd();
+        // One more file may be open: the new journal, and not its directory at the same time.
+        let current = Some(u64::try_from(next).unwrap() + 1);
+        setrlimit(Resource::Nofile, Rlimit { current, ..limit }).unwrap();
+        spool.ack(instance, spool.last_seq(instance));
+        assert!(spool.append(instance, WORKSPACE, exited()).is_err(), "it would not outlive a crash");
+        setrlimit(Resource::Nofile, limit).unwrap();
+        spool.append(instance, WORKSPACE, ended()).unwrap();
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let spool = EventSpool::open(dir.path()).unwrap();
+    // Long enough to be written anew.
+    let guest_boot_id = "m".repeat(70 << 10);
+    let last = spool.append(instance, WORKSPACE, Kind::Available(v1::Available { guest_boot_id })).unwrap();
+    drop(spool);
+    let status = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "spool::tests::a_compaction_that_fails_half_way_loses_no_later_event", "--test-threads=1"])
+        .env(CHILD, dir.path())
+        .status();
+    assert!(status.unwrap().success());
+    let spool = EventSpool::open(dir.path()).unwrap();
+    assert!(spool.has_ended(instance), "the event that was stored after the compaction is there");
+    assert_eq!(seqs(&spool), [last + 1]);
 }
 
 #[test]

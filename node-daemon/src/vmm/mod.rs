@@ -29,7 +29,7 @@ use crate::config::{Accelerator, VmmConfig};
 pub use cgroup::{Cgroup, CgroupError, Cgroups, Limits};
 pub use command_line::{Acceleration, DiskShape};
 pub use launch::{LaunchArgs, LaunchError, launch};
-pub use process::{Exit, ProcessId, VmProcess, list as list_processes, process_name};
+pub use process::{Exit, ProcessId, VmProcess, is_gone, list as list_processes, process_name};
 pub use qmp::{Qmp, QmpError, QmpEvent, RunState};
 pub use sockets::SocketDir;
 

@@ -1,13 +1,15 @@
 //! The QEMU process of an Instance: found by its name, held by a pidfd, gone only when it was reaped.
 
-use std::{ffi::OsStr, io, os::fd::OwnedFd, os::unix::ffi::OsStrExt as _, path::Path};
+use std::{ffi::OsStr, fs, io, os::fd::OwnedFd, os::unix::ffi::OsStrExt as _, path::Path};
 
+use procfs::FromRead as _;
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, WaitIdStatus, pidfd_open, pidfd_send_signal, waitid,
 };
 use serde::{Deserialize, Serialize};
 use tokio::io::unix::AsyncFd;
 
+const PROC: &str = "/proc";
 const NAME_PREFIX: &str = "kibotos";
 
 /// In the environment of every VM: the state directory of its daemon. Two daemons on one host may have the same node id,
@@ -54,13 +56,14 @@ pub struct VmProcess {
 }
 
 impl VmProcess {
-    /// Takes hold of a process that runs, or that ended and is not reaped.
+    /// Takes hold of a process that runs, or that ended and is not reaped. Only [`is_gone`] says of an error that there
+    /// is none.
     pub fn open(pid: i32) -> io::Result<Self> {
         let raw = Pid::from_raw(pid).ok_or_else(|| io::Error::other("0 is no process"))?;
         // In this order: a pid that is reused in between has another start time than the one that the pidfd stands for,
         // and is told apart when the two are compared with what was recorded.
         let pidfd = pidfd_open(raw, PidfdFlags::NONBLOCK)?;
-        let start_time = start_time(pid)?;
+        let start_time = start_time(&Path::new(PROC).join(pid.to_string()))?;
         Ok(Self { id: ProcessId { pid, start_time }, pidfd: register(pidfd)? })
     }
 
@@ -109,31 +112,61 @@ fn exit(status: &WaitIdStatus) -> Exit {
     }
 }
 
-fn start_time(pid: i32) -> io::Result<u64> {
-    let stat = procfs::process::Process::new(pid).and_then(|process| process.stat()).map_err(io::Error::other)?;
-    Ok(stat.starttime)
+/// Whether an error at a process means that the process does not exist. Any other error says nothing about it: whoever
+/// took it for an end would start a second VM on the disks of the first.
+pub fn is_gone(error: &io::Error) -> bool {
+    let gone = [rustix::io::Errno::NOENT, rustix::io::Errno::SRCH].map(rustix::io::Errno::raw_os_error);
+    error.raw_os_error().is_some_and(|code| gone.contains(&code))
+}
+
+/// Nothing for a process that is gone.
+fn unless_gone<T>(result: io::Result<T>) -> io::Result<Option<T>> {
+    match result {
+        Err(error) if is_gone(&error) => Ok(None),
+        result => result.map(Some),
+    }
+}
+
+fn read(process: &Path, file: &str) -> io::Result<Vec<u8>> {
+    let path = process.join(file);
+    fs::read(&path).map_err(|error| match error.raw_os_error() {
+        // A message of its own would hide the number that says whether it is gone.
+        Some(_) if is_gone(&error) => error,
+        _ => io::Error::new(error.kind(), format!("failed to read {}: {error}", path.display())),
+    })
+}
+
+fn start_time(process: &Path) -> io::Result<u64> {
+    let stat = read(process, "stat")?;
+    procfs::process::Stat::from_read(stat.as_slice()).map(|stat| stat.starttime).map_err(io::Error::other)
 }
 
 /// The processes of the Instances of one daemon, by its node's id and its state directory: the name of the Instance, and
-/// the process.
+/// the process. An error when one of them cannot be looked at: it may be one of these.
 pub fn list(node: &str, state_dir: &Path) -> io::Result<Vec<(String, ProcessId)>> {
+    list_in(Path::new(PROC), node, state_dir)
+}
+
+fn list_in(proc: &Path, node: &str, state_dir: &Path) -> io::Result<Vec<(String, ProcessId)>> {
     let prefix = process_name(node, "");
     let mut found = Vec::new();
-    for process in procfs::process::all_processes().map_err(io::Error::other)? {
+    for entry in fs::read_dir(proc)? {
+        let entry = entry?;
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         // Processes come and go while they are listed.
-        let Some(pid) = process.map(|process| process.pid).ok() else { continue };
-        let directory = Path::new("/proc").join(pid.to_string());
-        let Ok(cmdline) = std::fs::read(directory.join("cmdline")) else { continue };
-        let Some(instance) = instance_of(&cmdline, &prefix) else { continue };
-        let Ok(environment) = std::fs::read(directory.join("environ")) else { continue };
-        if !is_of(&environment, state_dir) {
-            continue;
-        }
-        if let Ok(start_time) = start_time(pid) {
+        if let Some(instance) = unless_gone(instance_at(&entry.path(), &prefix, state_dir))?.flatten()
+            && let Some(start_time) = unless_gone(start_time(&entry.path()))?
+        {
             found.push((instance, ProcessId { pid, start_time }));
         }
     }
     Ok(found)
+}
+
+/// The Instance whose VM this process is, if it is one of this daemon's.
+fn instance_at(process: &Path, prefix: &str, state_dir: &Path) -> io::Result<Option<String>> {
+    let Some(instance) = instance_of(&read(process, "cmdline")?, prefix) else { return Ok(None) };
+    Ok(is_of(&read(process, "environ")?, state_dir).then_some(instance))
 }
 
 fn is_of(environment: &[u8], state_dir: &Path) -> bool {
@@ -182,6 +215,40 @@ mod tests {
             [("/var/lib/kibotos", true), ("/var/lib/kibotos2", false), ("/var/lib", false), ("", false)]
         {
             assert_eq!(is_of(environment, Path::new(state_dir)), expected, "{state_dir:?}");
+        }
+    }
+
+    #[test]
+    fn only_what_does_not_exist_is_gone() {
+        for (code, expected) in [(2, true), (3, true), (1, false), (5, false), (13, false), (23, false), (24, false)] {
+            assert_eq!(is_gone(&io::Error::from_raw_os_error(code)), expected, "{code}");
+        }
+        assert!(is_gone(&VmProcess::open(i32::MAX).unwrap_err()));
+    }
+
+    /// A process of which something cannot be read may be a VM that runs: nobody may take it for none.
+    #[test]
+    fn a_listing_that_is_not_complete_is_an_error() {
+        let proc = tempfile::tempdir().unwrap();
+        let state_dir = Path::new("/var/lib/kibotos");
+        let vm = proc.path().join("7");
+        let write = |file: &str, text: &[u8]| fs::write(vm.join(file), text).unwrap();
+        fs::create_dir(&vm).unwrap();
+        fs::create_dir(proc.path().join("self")).unwrap();
+        let listed = || list_in(proc.path(), "node-1", state_dir);
+        assert_eq!(listed().unwrap(), [], "gone before it was looked at");
+        write("cmdline", b"qemu\0-name\0kibotos:node-1:inst-a\0");
+        assert_eq!(listed().unwrap(), [], "gone while it was looked at");
+        write("environ", b"KIBOTOS_STATE_DIR=/var/lib/kibotos\0");
+        let stat = fs::read("/proc/self/stat").unwrap();
+        write("stat", &stat);
+        assert_eq!(listed().unwrap().len(), 1);
+        for file in ["stat", "environ", "cmdline"] {
+            // A directory cannot be read as a file: an error like EACCES or EIO, also for root.
+            fs::remove_file(vm.join(file)).unwrap();
+            fs::create_dir(vm.join(file)).unwrap();
+            let error = listed().unwrap_err().to_string();
+            assert!(error.contains(file), "{error}");
         }
     }
 

@@ -335,6 +335,107 @@ fn a_guest_that_does_not_boot_in_time_is_ended_with_its_console() {
     node.assert_nothing_left();
 }
 
+/// A record that cannot be read says nothing about the VM: it is neither started again nor ended, nor is any other.
+#[test]
+fn a_damaged_record_keeps_no_other_instance_from_being_adopted() {
+    let node = TestNode::new();
+    let (mut whole, mut damaged) = (Workspace::new(), Workspace::new());
+    let daemon = node.daemon();
+    let first = daemon.start(whole.next(&node));
+    let second = daemon.start(damaged.next(&node));
+    daemon.available(first);
+    let boot_id = daemon.available(second);
+    let pids: std::collections::BTreeSet<_> = node.processes().into_iter().collect();
+    daemon.die();
+    let record = node.state().join("instances").join(second.to_string()).join("instance.json");
+    let content = std::fs::read(&record).unwrap();
+    std::fs::write(&record, &content[..content.len() / 2]).unwrap();
+
+    let daemon = node.daemon();
+    assert_eq!(until_answered(|| daemon.try_sh(first, "true")).0, 0);
+    let problem = daemon.instances.problem(second).expect("it cannot be taken up");
+    assert!(problem.contains("instance.json") && problem.contains("damaged"), "{problem}");
+    assert_eq!(daemon.instances.list().len(), 2, "it keeps its place");
+    daemon.start(damaged.again(&node, second));
+    assert_eq!(node.processes().into_iter().collect::<std::collections::BTreeSet<_>>(), pids, "both VMs, and no other");
+
+    // Somebody restores it: the Instance is taken up as any other.
+    std::fs::write(&record, &content).unwrap();
+    let (code, printed) = until_answered(|| daemon.try_sh(second, "cat /proc/sys/kernel/random/boot_id"));
+    assert_eq!((code, printed.trim()), (0, boot_id.as_str()));
+    for instance in [first, second] {
+        daemon.instances.stop(instance, StopMode::Force);
+        assert_eq!(daemon.ended(instance).0, EndReason::ForceStopped);
+    }
+    node.assert_nothing_left();
+}
+
+#[test]
+fn an_end_that_waits_for_a_damaged_holder_record_says_so() {
+    let node = TestNode::new();
+    let mut workspace = Workspace::new();
+    let daemon = node.daemon();
+    let instance = daemon.start(workspace.next(&node));
+    daemon.available(instance);
+    let record = node.object(workspace.uid()).join("holder.1");
+    let content = std::fs::read(&record).unwrap();
+    std::fs::write(&record, "rubbish").unwrap();
+    daemon.instances.stop(instance, StopMode::Force);
+    let message = daemon.wait_for(instance, "Blocked", |kind| match kind {
+        Kind::Blocked(blocked) => Some(blocked.message.clone()),
+        _ => None,
+    });
+    assert!(message.contains("holder.1 is damaged") && message.contains("restore it"), "{message}");
+    assert_eq!(node.processes(), [] as [i32; 0], "the VM is gone all the same");
+    std::fs::write(&record, content).unwrap();
+    let (reason, ended) = daemon.ended(instance);
+    assert_eq!(reason, EndReason::ForceStopped);
+    assert!(ended.objects.iter().all(|object| object.r#use() == ObjectUse::Released), "{ended:?}");
+    node.assert_nothing_left();
+}
+
+/// The end is the last of an Instance's events, and the one that everybody waits for.
+#[test]
+fn the_end_of_an_instance_can_be_stored_on_a_full_disk() {
+    let directory = tempfile::tempdir().unwrap();
+    let disk = SmallDisk::mount(directory.path());
+    let spool = kibo_node_daemon::spool::EventSpool::open(&directory.path().join("events")).unwrap();
+    let instance = kibo_crds::InstanceId::generate();
+    let append = |kind| spool.append(instance, "6f9619ff-8b86-d011-b42d-00c04fc964ff", kind);
+    append(Kind::Available(kibo_protocol::v1::Available::default())).unwrap();
+    disk.fill();
+    let ended = kibo_protocol::v1::Ended { message: "x".repeat(6000), ..Default::default() };
+    append(Kind::Ended(ended)).unwrap();
+}
+
+/// A file system of one MiB.
+struct SmallDisk<'a>(&'a std::path::Path);
+
+impl<'a> SmallDisk<'a> {
+    fn mount(at: &'a std::path::Path) -> Self {
+        use rustix::mount::{MountFlags, mount};
+        mount("tmpfs", at, "tmpfs", MountFlags::empty(), Some(c"size=1m")).unwrap();
+        Self(at)
+    }
+
+    fn fill(&self) {
+        use std::io::Write as _;
+        let mut file = std::fs::File::create(self.0.join("filler")).unwrap();
+        let full = loop {
+            if let Err(error) = file.write_all(&[0; 4096]) {
+                break error;
+            }
+        };
+        assert_eq!(full.kind(), std::io::ErrorKind::StorageFull);
+    }
+}
+
+impl Drop for SmallDisk<'_> {
+    fn drop(&mut self) {
+        rustix::mount::unmount(self.0, rustix::mount::UnmountFlags::DETACH).unwrap();
+    }
+}
+
 fn processes_of(node: &TestNode, instance: kibo_crds::InstanceId) -> (String, i32) {
     let name = instance.to_string();
     let all = kibo_node_daemon::vmm::list_processes(node.id.as_str(), &node.state()).unwrap();

@@ -156,6 +156,11 @@ impl TestNode {
         self.path().join("images")
     }
 
+    /// Where an object's image and records are.
+    pub fn object(&self, uid: &str) -> PathBuf {
+        self.pool_path().join("objects").join(uid)
+    }
+
     fn pool_path(&self) -> PathBuf {
         self.path().join("pool")
     }

@@ -18,6 +18,7 @@ use rustls::{
 use tokio::sync::watch;
 
 use super::status::ApiError;
+use crate::watch::WatchBackoff;
 
 const CONFIG_MAP: &str = "extension-apiserver-authentication";
 const CONFIG_MAP_NAMESPACE: &str = "kube-system";
@@ -159,7 +160,7 @@ pub type CurrentTrust = watch::Receiver<Option<Arc<Trust>>>;
 pub async fn follow(client: Client, current: watch::Sender<Option<Arc<Trust>>>) {
     let api: Api<ConfigMap> = Api::namespaced(client, CONFIG_MAP_NAMESPACE);
     let config = watcher::Config::default().fields(&format!("metadata.name={CONFIG_MAP}"));
-    let mut maps = std::pin::pin!(watcher(api, config).default_backoff().applied_objects());
+    let mut maps = std::pin::pin!(watcher(api, config).backoff(WatchBackoff::default()).applied_objects());
     loop {
         match maps.try_next().await {
             Ok(Some(map)) => take_over(&map, &current),

@@ -33,6 +33,7 @@ use crate::{
     guarded::{self, WriteError},
     session::{hooks::Usage, revision_of},
     storage_pool,
+    watch::WatchBackoff,
 };
 
 /// Every Node is looked at this often, also when nothing happened: conditions that go by time end then.
@@ -127,6 +128,7 @@ pub async fn run(controller: Controller<Node>, control: Arc<NodeControl>) {
         nodes.into_iter().map(|node| ObjectRef::from_obj(&*node)).collect::<Vec<_>>()
     };
     controller
+        .trigger_backoff(WatchBackoff::default())
         .with_config(Config::default().concurrency(CONCURRENCY))
         .watches(Api::<OvercommitPolicy>::all(ctx.client.clone()), watcher::Config::default(), all_nodes)
         .reconcile_on(touched(ctx.nodes.touched()))

@@ -26,6 +26,7 @@ use crate::{
     guarded::{self, WriteError},
     node::log_watch_error,
     session::hooks::Usage,
+    watch::WatchBackoff,
 };
 
 const PERIOD: Duration = Duration::from_secs(60);
@@ -70,6 +71,7 @@ pub async fn run(controller: Controller<StoragePool>, control: Arc<PoolControl>)
     let declared = Mutex::new(HashMap::new());
     let touched = move |node: Node| pools_of(&node, &declared);
     controller
+        .trigger_backoff(WatchBackoff::default())
         .with_config(Config::default().concurrency(4))
         .watches(Api::<Node>::all(ctx.client.clone()), watcher::Config::default(), touched)
         .graceful_shutdown_on(ctx.stop.clone().cancelled_owned())

@@ -179,6 +179,7 @@ impl<'a> Draft<'a> {
             reason: shortened(reason, 128),
         });
         self.forget_condition(ConditionType::GuestResponsive);
+        self.forget_condition(ConditionType::Blocked);
         Some(execution)
     }
 

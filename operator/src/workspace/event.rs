@@ -127,6 +127,10 @@ fn take_in(draft: &mut Draft<'_>, event: &v1::InstanceEvent) {
         }
         Some(Kind::GuestResponsive(_)) => draft.set(ConditionType::GuestResponsive, true, "Answers", ""),
         Some(Kind::EntrypointExited(exited)) => entrypoint_exited(draft, exited),
+        Some(Kind::Blocked(blocked)) => {
+            draft.set(ConditionType::Blocked, true, "NodeNeedsHelp", &blocked.message);
+            draft.notices.push(Notice::warning("NodeNeedsHelp", &blocked.message));
+        }
         Some(Kind::Ended(ended)) => self::ended(draft, ended),
         Some(Kind::ObjectsTaken(_)) | None => {}
     }

@@ -199,6 +199,25 @@ async fn events_are_sent_until_they_are_acknowledged() {
 }
 
 #[tokio::test]
+async fn an_instance_that_cannot_be_taken_up_is_said_with_its_workspace() {
+    let (mut operator, node) = (Operator::listen().await, TestNode::new());
+    let instance = InstanceId::generate();
+    node.instances.run(instance);
+    node.instances.problems.lock().unwrap().insert(instance, "its record is damaged".into());
+    let daemon = node.begin(&operator);
+    let mut session = operator.accepted(vec![desired(instance, None)]).await;
+    let event = session.event().await;
+    assert_eq!(
+        (event.instance_id.as_str(), event.workspace_uid.as_str()),
+        (instance.to_string().as_str(), node::LAYER)
+    );
+    let blocked = v1::Blocked { message: "its record is damaged".into() };
+    assert_eq!(event.kind, Some(Kind::Blocked(blocked)));
+    assert_eq!(node.calls(), [] as [String; 0], "it is not started a second time");
+    daemon.end().await;
+}
+
+#[tokio::test]
 async fn the_desired_set_is_started_and_stopped() {
     let (mut operator, node) = (Operator::listen().await, TestNode::new());
     let (unknown, to_stop, gone) = (InstanceId::generate(), InstanceId::generate(), InstanceId::generate());

@@ -28,6 +28,7 @@ pub const LAYER: &str = "6f9619ff-8b86-d011-b42d-00c04fc964ff";
 pub struct Noted {
     running: Arc<Mutex<BTreeMap<InstanceId, Summary>>>,
     pub calls: Arc<Mutex<Vec<String>>>,
+    pub problems: Arc<Mutex<BTreeMap<InstanceId, String>>>,
 }
 
 impl Noted {
@@ -50,6 +51,10 @@ impl Noted {
 impl InstanceControl for Noted {
     fn list(&self) -> Vec<Summary> {
         self.running.lock().unwrap().values().cloned().collect()
+    }
+
+    fn problem(&self, instance: InstanceId) -> Option<String> {
+        self.problems.lock().unwrap().get(&instance).cloned()
     }
 
     async fn start(&self, launch: Launch) {
