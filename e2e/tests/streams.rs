@@ -209,10 +209,7 @@ async fn refusals(place: Arc<Place>) -> Result<()> {
     place.phase("w", WorkspacePhase::Stopped, STOP).await?;
     let api = streams(&place, None).await?;
     let params = AttachParams::default;
-    let table = [
-        ("nobody", params(), 404, "not found"),
-        ("w", params(), 409, "start it first"),
-    ];
+    let table = [("nobody", params(), 404, "not found"), ("w", params(), 409, "start it first")];
     for (name, params, code, says) in table {
         let (got, message) = refused(api.exec(name, ["true"], &params).await)?;
         ensure!(got == code && message.contains(says), "expected {code} {says:?}: {got} {message}");

@@ -21,7 +21,7 @@ pub struct Cli {
 const EXIT_CODES: &str = "\
 Exit status: 0 done, 1 other failure, 2 usage, 10 invalid argument, 11 not permitted, 12 not found, \
 13 failed precondition, 14 aborted (changed meanwhile, or a command id used twice), 15 resources exhausted, \
-16 timeout, 17 unavailable. `workspace exec` exits with the remote command's own status.";
+16 timeout, 17 unavailable. `workspace exec` and `shell` exit with the remote command's own status.";
 
 #[derive(Subcommand, Debug)]
 pub enum Command {

@@ -48,6 +48,7 @@ pub fn duration(text: &str) -> Result<Duration, String> {
 }
 
 /// A connection to the API server, as the user of the kubeconfig.
+#[derive(Clone)]
 pub struct Cluster {
     pub client: Client,
     pub server: String,

@@ -34,8 +34,19 @@ quotes (`cpu: \"0.5\"`): without them YAML makes a number of it, which the API r
 | 17 | unavailable: no connection, or a node is out of reach |
 | 130 | interrupted with Ctrl-C: what was asked for goes on |
 
-`workspace exec` exits with the status of the remote command; 127 and 126 say, as in a shell, that there is no such
-program or that it cannot be run.
+`workspace exec` and `shell` exit with the status of the remote command; 127 and 126 say, as in a shell, that there is no
+such program or that it cannot be run.
+
+With `-t`, and in `shell`, the program in the guest has your terminal: its size, its keys, `Ctrl-C`. Without, the first
+`Ctrl-C` (or SIGTERM) goes to the command as a signal, and the second ends kibo. When kibo ends, so does the command.
+
+`workspace cp` copies as `cp -a` does: modes, times, symbolic links, and numeric owners, which here only root can give.
+Programs from a guest never get the set-user-ID bit on this host. A file gets its name when it is complete: a copy that
+fails or is interrupted leaves the old file, or none. Directories are filled one file after the other.
+
+`workspace logs -f` goes on through restarts of the guest, its node and the operator, from the line where it was, and says
+on standard error when lines may be missing; it ends when the Workspace is deleted. `port-forward` ends with the run of
+the Workspace.
 
 Completions for a shell: `source <(kibo completions bash)`, or the same for zsh, fish, elvish and powershell.
 ";

@@ -7,6 +7,7 @@ mod audit;
 pub mod failpoints;
 pub mod host;
 mod place;
+pub mod program;
 mod wait;
 mod workspaces;
 

@@ -222,9 +222,12 @@ impl Place {
         self.run(Command::new(self.cluster.programs().kibo()), args, stdin).await
     }
 
-    async fn run(&self, mut command: Command, args: &[&str], stdin: &str) -> Result<Ran> {
-        /// No single command of a test takes longer, so one that hangs fails by its own name.
-        const LIMIT: Duration = Duration::from_secs(120);
+    /// kibo in this test's namespace, with the standard streams that the test gives it.
+    pub fn kibo_command(&self, args: &[&str]) -> Command {
+        self.command(Command::new(self.cluster.programs().kibo()), args)
+    }
+
+    fn command(&self, mut command: Command, args: &[&str]) -> Command {
         command
             // After the verb: kubectl takes no flag before the name of a plugin.
             .args(args.first())
@@ -232,10 +235,15 @@ impl Place {
             .args(args.iter().skip(1))
             .env("KUBECONFIG", self.cluster.layout().kubeconfig())
             .env("PATH", path_with(&self.cluster.layout().bin()))
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
             .kill_on_drop(true);
+        command
+    }
+
+    async fn run(&self, command: Command, args: &[&str], stdin: &str) -> Result<Ran> {
+        /// No single command of a test takes longer, so one that hangs fails by its own name.
+        const LIMIT: Duration = Duration::from_secs(120);
+        let mut command = self.command(command, args);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let what = format!("failed to run {:?}", command.as_std());
         let mut child = command.spawn().context(what)?;
         let mut input = child.stdin.take().context("stdin is piped")?;

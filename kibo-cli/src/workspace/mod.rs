@@ -42,9 +42,15 @@ pub enum Command {
     #[command(alias = "rm")]
     Delete(delete::Delete),
     /// Run a command inside a Workspace; the exit status is that of the command
-    Exec(stream::Exec),
+    Exec(stream::exec::Exec),
+    /// Open the login shell of a Workspace
+    Shell(stream::exec::Shell),
+    /// Copy files and directories into a Workspace or out of it
+    Cp(stream::cp::Copy),
     /// Print what the entrypoint of a Workspace wrote
-    Logs(stream::Logs),
+    Logs(stream::logs::Logs),
+    /// Lead local ports to ports inside a Workspace
+    PortForward(stream::port_forward::PortForward),
     /// Wait until a Workspace is in a state, is gone, or has a condition
     Wait(wait::WaitFor),
 }
@@ -92,10 +98,11 @@ pub struct CommandArgs {
     command_id: Option<CommandId>,
 }
 
-/// Runs a verb; its exit status is 0, save for `exec`.
+/// Runs a verb; its exit status is 0, save for `exec` and `shell`.
 pub async fn run(cluster: &Cluster, command: Command) -> Result<u8> {
     match command {
-        Command::Exec(args) => return stream::exec(cluster, args).await,
+        Command::Exec(args) => return stream::exec::exec(cluster, args).await,
+        Command::Shell(args) => return stream::exec::shell(cluster, args).await,
         Command::Create(args) => Box::pin(create::create(cluster, *args)).await?,
         Command::Get { workspace, output } => {
             let (workspace, _) = target::fetch(cluster, &workspace).await?;
@@ -106,7 +113,9 @@ pub async fn run(cluster: &Cluster, command: Command) -> Result<u8> {
         Command::Start(args) => power::start(cluster, args).await?,
         Command::Stop(args) => power::stop(cluster, args).await?,
         Command::Delete(args) => delete::delete(cluster, args).await?,
-        Command::Logs(args) => stream::logs(cluster, args).await?,
+        Command::Cp(args) => stream::cp::copy(cluster, args).await?,
+        Command::Logs(args) => stream::logs::logs(cluster, args).await?,
+        Command::PortForward(args) => stream::port_forward::port_forward(cluster, args).await?,
         Command::Wait(args) => wait::wait(cluster, args).await?,
     }
     Ok(0)

@@ -10,7 +10,7 @@ use futures::{
     SinkExt as _, StreamExt as _,
     stream::{SplitSink, SplitStream},
 };
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Status;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Status, StatusCause};
 use kibo_crds::{InstanceId, Workspace, workspace::WorkspacePhase};
 use kube::Api;
 use tokio::time::{Instant, interval_at, timeout};
@@ -34,6 +34,7 @@ const LOOK: Duration = Duration::from_secs(2);
 
 /// What of the protocol one kind of stream uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a channel of the protocol")]
 pub struct Carries {
     pub input: bool,
     pub stdout: bool,
@@ -109,6 +110,8 @@ impl Place {
         if let Some(said) = self.what_happened(now.as_ref()) {
             let message = status.message.take().unwrap_or_default();
             status.message = Some(format!("{message}; {said}"));
+            let cause = StatusCause { reason: Some("Workspace".to_owned()), message: Some(said), field: None };
+            status.details.get_or_insert_default().causes.get_or_insert_default().push(cause);
         }
         status
     }

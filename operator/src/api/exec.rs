@@ -7,6 +7,7 @@ use super::{GuestStream, channels::Carries, request::Subresource, status::ApiErr
 
 /// What the query of an exec request says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a parameter of the query")]
 pub struct ExecOptions {
     pub command: Vec<String>,
     /// The user's login shell in place of a command.

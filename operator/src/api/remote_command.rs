@@ -155,8 +155,8 @@ pub fn status_of_lost(lost: &StreamLost) -> Status {
 
 /// Whether a stream that ended so may have ended because its Workspace stopped.
 pub fn may_be_of_a_stop(status: &Status) -> bool {
-    let causes = status.details.iter().flat_map(|details| details.causes.iter().flatten());
-    let code = causes.filter_map(|cause| cause.message.as_deref()?.parse::<i32>().ok()).next();
+    let mut causes = status.details.iter().flat_map(|details| details.causes.iter().flatten());
+    let code = causes.find_map(|cause| cause.message.as_deref()?.parse::<i32>().ok());
     match code {
         Some(code) => code > 128,
         None => matches!(status.code, Some(409 | 500 | 503)),
