@@ -1,7 +1,5 @@
 //! Leaders that are killed, stopped and replaced: one acts at a time, and the newer one has the higher term.
 
-use std::net::TcpListener;
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,52 +10,13 @@ use kibo_crds::Node;
 use kibo_crds::node::NodeStatus;
 use kibo_e2e::local::{Component, NAMESPACE};
 use kibo_e2e::suite::host::{Host, dial, dial_port};
+use kibo_e2e::suite::replica::Replica;
 use kibo_e2e::suite::{Place, Suite, eventually};
 use kibo_protocol::v1::SessionRefusal;
 use kube::api::{Api, DeleteParams};
-use rustix::process::{Pid, Signal, kill_process};
-use tokio::process::{Child, Command};
+use rustix::process::Signal;
 
 const SOON: Duration = Duration::from_secs(40);
-const LEASE_SECONDS: u64 = 5;
-
-/// A second replica beside the cluster's own operator.
-struct Replica {
-    process: Child,
-    session: u16,
-    log: PathBuf,
-}
-
-impl Replica {
-    fn start(place: &Place, name: &str) -> Result<Self> {
-        let ports = (0..3).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<Result<Vec<_>, _>>()?;
-        let ports = ports.iter().map(|port| Ok(port.local_addr()?.port())).collect::<Result<Vec<_>>>()?;
-        let log = place.cluster().layout().root().join(format!("{name}.log"));
-        let listen = |port: u16| format!("127.0.0.1:{port}");
-        let process = Command::new(place.cluster().programs().operator())
-            .arg("run")
-            .arg("--kubeconfig")
-            .arg(place.cluster().layout().operator_kubeconfig())
-            .args(["--namespace", NAMESPACE, "--identity", name])
-            .args(["--session-listen", &listen(ports[0]), "--api-listen", &listen(ports[1])])
-            .args(["--health-listen", &listen(ports[2]), "--session-name", "localhost"])
-            .args(["--api-service-external-name", "localhost"])
-            .args(["--lease-seconds", &LEASE_SECONDS.to_string()])
-            .stderr(std::fs::File::create(&log)?)
-            .kill_on_drop(true)
-            .spawn()?;
-        Ok(Self { process, session: ports[0], log })
-    }
-
-    fn signal(&self, signal: Signal) -> Result<()> {
-        let pid = self.process.id().and_then(|id| Pid::from_raw(id.cast_signed())).context("it has ended")?;
-        Ok(kill_process(pid, signal)?)
-    }
-
-    fn log(&self) -> String {
-        std::fs::read_to_string(&self.log).unwrap_or_default()
-    }
-}
 
 async fn lease(place: &Place) -> Result<(String, i32)> {
     let api: Api<Lease> = Api::namespaced(place.client(), NAMESPACE);

@@ -55,6 +55,9 @@ pub struct LocalNode {
     /// Root images of its own; absent: those that the guest build made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub images: Option<PathBuf>,
+    /// Where it reaches the operator; absent: directly.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub endpoint: Option<String>,
 }
 
 /// A storage pool that a node is attached to.
@@ -146,6 +149,7 @@ impl LocalCluster {
             pools: [own].into_iter().chain(all).collect(),
             accelerator: Accelerator::default(),
             images: None,
+            endpoint: None,
         }
     }
 
@@ -195,7 +199,9 @@ impl LocalCluster {
             },
             images: Images { dir: node.images.clone().unwrap_or_else(|| guest.join("images")) },
             control: Control {
-                endpoints: vec![format!("https://127.0.0.1:{}", self.ports().session)],
+                endpoints: vec![
+                    node.endpoint.clone().unwrap_or_else(|| format!("https://127.0.0.1:{}", self.ports().session)),
+                ],
                 ca_file: dir.join("ca.crt"),
                 token_file: dir.join("enroll.token"),
             },

@@ -8,6 +8,8 @@ pub mod failpoints;
 pub mod host;
 mod place;
 pub mod program;
+pub mod proxy;
+pub mod replica;
 mod wait;
 mod workspaces;
 

@@ -270,6 +270,12 @@ impl Registry {
         self.sessions().get(&session.node).is_some_and(|current| current.id == session.id)
     }
 
+    /// Whether the session that accepted an offer still lives. Its node keeps the reservation and nothing else, so as
+    /// long as nothing is committed the start may go elsewhere when it does not.
+    pub fn lives(&self, node: &NodeId, accepted: &Accepted) -> bool {
+        self.get(node).is_some_and(|session| session.id == accepted.session_id)
+    }
+
     pub(crate) fn notify(&self) {
         self.0.changes.send_modify(|count| *count = count.wrapping_add(1));
     }

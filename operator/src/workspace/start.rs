@@ -14,6 +14,7 @@ use tokio::sync::oneshot;
 use super::{
     commit::{self, Place},
     decide::{self, Start},
+    event::{ObjectFact, volume_fact},
     launch,
     placer::{self, Placed},
     reconcile::{RETRY, Step, StepError, go, sight, write_volume},
@@ -24,7 +25,7 @@ use crate::{
     cache::Key,
     guarded::WriteError,
     placement::Unplaceable,
-    session::{OfferFailure, Registry},
+    session::{Accepted, OfferFailure, Registry},
 };
 
 /// A start with its prospective objects.
@@ -57,9 +58,12 @@ pub(super) async fn start(
             return Ok(Step::After(RETRY));
         };
         match offer(world, template, &prospect).await {
-            Ok(()) => {
+            Ok(accepted) => {
                 kibo_failpoint::reach("offer-accepted").await;
-                return commit(world, workspace, template, volume, prospect, placed).await;
+                if world.ctx.registry.lives(&prospect.place.node, &accepted) {
+                    return commit(world, workspace, template, volume, prospect, placed, &accepted).await;
+                }
+                tracing::info!(node = %prospect.place.node, "the session of the offer ended: placing it elsewhere");
             }
             Err(words) => {
                 tracing::info!(node = %prospect.place.node, words, "the offer came to nothing: placing it elsewhere");
@@ -109,12 +113,12 @@ fn prospect(
 }
 
 /// Asks the node; in words why not.
-async fn offer(world: &World, template: Option<&Template>, prospect: &Prospect) -> Result<(), String> {
+async fn offer(world: &World, template: Option<&Template>, prospect: &Prospect) -> Result<Accepted, String> {
     let place = &prospect.place;
     let launch = launch::launch(&prospect.workspace, template, prospect.volume.as_ref()).ok_or("nothing to launch")?;
     let offer = v1::Offer { offer_id: place.instance.to_string(), launch: Some(launch::without_grants(launch)) };
     match world.ctx.registry.offer(&place.node, offer).await {
-        Ok(accepted) if accepted.incarnation == place.incarnation => Ok(()),
+        Ok(accepted) if accepted.incarnation == place.incarnation => Ok(accepted),
         Ok(accepted) => {
             revoke(&world.ctx.registry, place, accepted.incarnation);
             Err("the node came back in between".to_owned())
@@ -138,6 +142,7 @@ async fn commit(
     volume: Option<&Volume>,
     prospect: Prospect,
     placed: Placed,
+    accepted: &Accepted,
 ) -> Result<Step, StepError> {
     let Prospect { place, workspace: wanted, volume: wanted_volume } = prospect;
     if let (Some(volume), Some(wanted)) = (volume, wanted_volume.and_then(|volume| volume.status)) {
@@ -153,6 +158,10 @@ async fn commit(
             return granted;
         }
         kibo_failpoint::reach("volume-granted").await;
+        if let Some(granted) = current.filter(|_| !world.ctx.registry.lives(&place.node, accepted)) {
+            tracing::info!(node = %place.node, "the session of the offer ended: the grant is taken back");
+            return take_back_at_once(world, &granted, &place).await;
+        }
     }
     let status = wanted.status.unwrap_or_default();
     match world.write_workspace(workspace, status).await {
@@ -193,6 +202,16 @@ fn take_back(world: &World, volume: Option<&Volume>, delay: Duration) {
     if let Some(volume) = volume {
         world.bells.volumes.push_after(Key::of(volume), delay);
     }
+}
+
+/// The grant of a Volume for an execution that is not committed, whose node can be asked no more. That it was never
+/// taken needs nobody's word: only this leader knows of the Instance, and it tells no node.
+async fn take_back_at_once(world: &World, volume: &Volume, place: &Place) -> Result<Step, StepError> {
+    let mut status = volume.status.clone().unwrap_or_default();
+    let epoch = status.epoch.unwrap_or_default();
+    let fact = ObjectFact { epoch, used: v1::ObjectUse::Refused, size: None };
+    volume_fact(&mut status, &place.node, fact, false);
+    write_volume(world, volume, status).await
 }
 
 async fn unplaced(
