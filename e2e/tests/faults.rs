@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use kibo_crds::Workspace;
 use kibo_crds::workspace::WorkspacePhase;
 use kibo_e2e::local::Component;
@@ -17,6 +17,7 @@ fn main() -> ExitCode {
         .test("a_killed_vm_is_seen_within_three_seconds", killed_vm)
         .test("a_killed_daemon_finds_its_guest_again", killed_daemon)
         .test("a_vm_that_ended_without_its_daemon_is_reported", vm_ends_without_daemon)
+        .test("each_failure_has_a_reason_of_its_own", reasons)
         .alone("a_killed_operator_finishes_what_was_asked", killed_operator)
         .alone("a_restarted_api_server_loses_nothing", restarted_apiserver)
         .run()
@@ -112,6 +113,51 @@ async fn killed_operator(place: Arc<Place>) -> Result<()> {
     place.gone(place.api::<Workspace>(), "w", STOP).await?;
     let (node, instance) = execution(&second)?;
     place.no_trace_of(&node, &instance).await
+}
+
+/// Overwrites the program of PID 1 in its memory: a signal alone does not reach it.
+const KILL_THE_AGENT: &str = "a=$(sed -n '/r-xp/{s/-.*//p;q}' /proc/1/maps); \
+    dd if=/dev/zero of=/proc/1/mem bs=4096 seek=$((0x$a / 4096)) count=64 conv=notrunc";
+const PANIC: &str = "echo 1 > /proc/sys/kernel/sysrq; echo c > /proc/sysrq-trigger";
+
+async fn reasons(place: Arc<Place>) -> Result<()> {
+    let guest = place.cluster().programs().guest.clone().context("there is a guest")?;
+    let images = place.cluster().layout().root().join("images-of-reasons");
+    std::fs::create_dir_all(&images)?;
+    for image in std::fs::read_dir(guest.join("images"))? {
+        let image = image?;
+        std::os::unix::fs::symlink(image.path(), images.join(image.file_name()))?;
+    }
+    std::fs::write(images.join("corrupt.erofs"), vec![0x5a; 1 << 20])?;
+    place.node_with("4", "2Gi", |node| node.images = Some(images)).await?;
+    let template = async |name: &str, part: &str, value: serde_json::Value| {
+        let mut template = place.template();
+        template["metadata"]["name"] = json!(format!("{}-{name}", place.template_name()));
+        template["spec"][part] = value;
+        place.create(template).await?;
+        place.create_workspace(name, json!({"template": format!("{}-{name}", place.template_name())})).await
+    };
+    template("corrupt", "rootImage", json!("corrupt")).await?;
+    template("exits", "entrypoint", json!({"command": ["/bin/sh", "-c", "exit 3"]})).await?;
+    // More than the host's disk has: as when it is full.
+    template("full", "writableLayer", json!({"size": "60Ti"})).await?;
+    for (name, script) in [("agent", KILL_THE_AGENT), ("panics", PANIC)] {
+        place.create_workspace(name, json!({})).await?;
+        place.available(name).await?;
+        // It ends with the guest.
+        let _ = place.kibo(&["workspace", "exec", name, "--", "sh", "-c", script]).await?;
+    }
+    for (name, expected, says) in [
+        ("agent", "GuestAgentDied: ", "the agent in the guest died"),
+        ("panics", "GuestPanicked: ", "sysrq"),
+        ("exits", "EntrypointExited: ", "exit status 3"),
+        ("corrupt", "GuestConfigureFailed: ", "root image"),
+        ("full", "ResourceExhausted: ", "space"),
+    ] {
+        let told = |it: &Workspace| why(it).starts_with(expected) && why(it).contains(says);
+        place.workspace(name, &format!("says {expected}"), START, told).await?;
+    }
+    Ok(())
 }
 
 async fn restarted_apiserver(place: Arc<Place>) -> Result<()> {

@@ -183,7 +183,7 @@ async fn started_and_forced(place: Arc<Place>) -> Result<()> {
         };
         let workspace = place.workspace("w", "is settled", START, settled).await?;
         let asked = workspace.power_request().request_id.map(|id| id.to_string());
-        let expected = if asked.as_deref() == Some(start.as_str()) { 1 } else { 0 };
+        let expected = usize::from(asked.as_deref() == Some(start.as_str()));
         let running = usize::from(workspace.status.as_ref().is_some_and(|status| status.execution.is_some()));
         ensure!(running == expected, "{asked:?} was asked last, and it holds {running} executions");
         eventually("the host agrees", SOON, async || Ok((virtual_machines(&node).len() == expected).then_some(())))

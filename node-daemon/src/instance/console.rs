@@ -17,6 +17,11 @@ const OLDER_FILE: &str = "console.old.log";
 const FILE_LIMIT: u64 = 128 * 1024;
 /// Goes into the message of an end.
 const TAIL: usize = 600;
+/// A kernel prints much after the line that says why it panicked.
+const KEPT: usize = 8 * 1024;
+const PANIC: &str = "Kernel panic - not syncing: ";
+/// What a kernel says when PID 1, which is the agent, has died.
+const INIT_DIED: &str = "Attempted to kill init!";
 
 /// The last words of a guest.
 #[derive(Clone, Debug, Default)]
@@ -26,18 +31,32 @@ impl ConsoleTail {
     fn push(&self, data: &[u8]) {
         let mut tail = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         tail.extend_from_slice(data);
-        let excess = tail.len().saturating_sub(TAIL);
+        let excess = tail.len().saturating_sub(KEPT);
         tail.drain(..excess);
     }
 
     /// As text, whole lines, without what a terminal would swallow.
     pub fn text(&self) -> String {
         let tail = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let text = String::from_utf8_lossy(&tail);
-        let text: String = text.chars().filter(|c| *c == '\n' || !c.is_control()).collect();
-        let text = if tail.len() < TAIL { text.as_str() } else { text.split_once('\n').map_or("", |(_, rest)| rest) };
+        let last = tail.len().saturating_sub(TAIL);
+        let text = printable(&tail[last..]);
+        let text = if last == 0 { text.as_str() } else { text.split_once('\n').map_or("", |(_, rest)| rest) };
         text.trim().to_owned()
     }
+
+    /// Why the kernel panicked, in its words; and whether that was the end of the agent.
+    pub fn panic(&self) -> Option<(String, bool)> {
+        let tail = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let text = printable(&tail);
+        let (_, why) = text.split_once(PANIC)?;
+        let why = why.lines().next().unwrap_or_default().trim().to_owned();
+        let is_of_agent = why.starts_with(INIT_DIED);
+        Some((why, is_of_agent))
+    }
+}
+
+fn printable(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).chars().filter(|c| *c == '\n' || !c.is_control()).collect()
 }
 
 /// Reads the console until the VM is gone. While nobody reads, QEMU drops what is printed.
@@ -99,6 +118,21 @@ mod tests {
         let size: u64 =
             directory.path().read_dir().unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum();
         assert!(size <= 2 * FILE_LIMIT, "{size}");
+    }
+
+    #[test]
+    fn the_end_of_the_agent_is_told_from_another_panic() {
+        let said = |text: &str| {
+            let tail = ConsoleTail::default();
+            tail.push(text.as_bytes());
+            tail.push("[    2.3] Call Trace:\r\n".repeat(50).as_bytes());
+            tail.panic()
+        };
+        assert_eq!(said("[    2.1] all is well\r\n"), None);
+        let died = "[    2.1] Kernel panic - not syncing: Attempted to kill init! exitcode=0x0000000b\r\n";
+        assert_eq!(said(died), Some(("Attempted to kill init! exitcode=0x0000000b".to_owned(), true)));
+        let other = "[    2.1] Kernel panic - not syncing: sysrq triggered crash\r\n";
+        assert_eq!(said(other), Some(("sysrq triggered crash".to_owned(), false)));
     }
 
     #[test]

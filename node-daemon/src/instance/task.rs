@@ -418,12 +418,7 @@ impl Task {
             storing.abort();
         }
         if let Some(vm) = self.vm.take() {
-            let console = vm.console.text();
-            let is_about_the_console =
-                matches!(ending.reason, EndReason::GuestPanicked | EndReason::GuestBootTimeout | EndReason::VmmFailed);
-            if is_about_the_console && !console.is_empty() {
-                ending.message = format!("{}; the console says: {console}", ending.message);
-            }
+            vm.explain(&mut ending);
         }
         self.inner.set_guest(instance, None);
         kibo_failpoint::reach("vm-gone").await;

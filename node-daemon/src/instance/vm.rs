@@ -3,6 +3,7 @@
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use kibo_guest_protocol::v1::{self as guest, guest_state};
+use kibo_protocol::v1::EndReason;
 use tokio::{
     io::AsyncReadExt as _,
     net::unix::pipe,
@@ -12,7 +13,7 @@ use tokio::{
 
 use super::{
     console::{self, ConsoleTail},
-    machine::{GuestCondition, Input},
+    machine::{Ending, GuestCondition, Input},
     task::or_abort,
 };
 use crate::{
@@ -79,6 +80,29 @@ impl RunningVm {
             Some(event) => event,
             // The conversation is over; that the VM is too is seen at its process.
             None => std::future::pending().await,
+        }
+    }
+
+    /// Adds what the console says to an end that is about the guest's kernel.
+    pub fn explain(&self, ending: &mut Ending) {
+        if ending.reason == EndReason::GuestPanicked
+            && let Some((why, is_of_agent)) = self.console.panic()
+        {
+            *ending = if is_of_agent {
+                Ending::new(
+                    EndReason::GuestAgentDied,
+                    format!("the agent in the guest died, and its kernel with it: {why}"),
+                )
+            } else {
+                Ending::new(EndReason::GuestPanicked, format!("the guest's kernel panicked: {why}"))
+            };
+            return;
+        }
+        let is_about_the_console =
+            matches!(ending.reason, EndReason::GuestPanicked | EndReason::GuestBootTimeout | EndReason::VmmFailed);
+        let console = self.console.text();
+        if is_about_the_console && !console.is_empty() {
+            ending.message = format!("{}; the console says: {console}", ending.message);
         }
     }
 

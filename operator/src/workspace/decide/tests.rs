@@ -388,6 +388,7 @@ fn ends_are_told_apart() {
         (End::GuestShutdown, WorkspacePhase::Stopped, Some("GuestShutdown")),
         (End::VmmExited, WorkspacePhase::Failed, Some("VmmExited")),
         (End::GuestPanicked, WorkspacePhase::Failed, Some("GuestPanicked")),
+        (End::GuestAgentDied, WorkspacePhase::Failed, Some("GuestAgentDied")),
         (End::HolderConflict, WorkspacePhase::Failed, Some("HolderConflict")),
         (End::StorageFailed, WorkspacePhase::Failed, Some("StorageFailed")),
         (End::VmmFailed, WorkspacePhase::Failed, Some("VmmFailed")),
@@ -406,6 +407,23 @@ fn ends_are_told_apart() {
         let replayed = Workspace { status: Some(*status), ..workspace };
         assert_eq!(event::apply(&replayed, &node("a"), &event, true, at(10)), Outcome::default(), "a replay");
     }
+}
+
+#[test]
+fn what_only_a_person_can_mend_is_said_until_the_end() {
+    let workspace = executing(WorkspacePhase::Stopping);
+    let end = ended(&workspace, v1::EndReason::ForceStopped, v1::ObjectUse::Released);
+    let blocked = v1::Blocked { message: "the record is damaged: restore it".into() };
+    let event = v1::InstanceEvent { kind: Some(Kind::Blocked(blocked)), ..end.clone() };
+    let outcome = event::apply(&workspace, &node("a"), &event, false, at(9));
+    let status = outcome.status.unwrap();
+    let says = |status: &WorkspaceStatus| condition(status, "Blocked");
+    assert_eq!(says(&status), ("True".into(), "NodeNeedsHelp".into()));
+    assert_eq!((status.phase, outcome.notices.len()), (Some(WorkspacePhase::Stopping), 1));
+    let waiting = Workspace { status: Some(*status), ..workspace };
+    let end = v1::InstanceEvent { seq: event.seq + 1, ..end };
+    let status = event::apply(&waiting, &node("a"), &end, false, at(10)).status.unwrap();
+    assert!(!status.conditions.iter().any(|condition| condition.type_ == "Blocked"));
 }
 
 #[test]
