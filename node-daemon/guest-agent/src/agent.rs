@@ -341,6 +341,9 @@ impl Agent {
     fn go_down(&mut self, processes: bool, now: Instant) {
         let Some(mut stage) = self.down else { return };
         loop {
+            if !processes {
+                self.read_last_words();
+            }
             let (next, act) = stage.step(Observed { processes, unsent: self.has_unsent() }, now);
             if act == Act::KillAll {
                 power::signal_all(Signal::KILL);
@@ -356,6 +359,18 @@ impl Agent {
             stage = next;
         }
         self.down = Some(stage);
+    }
+
+    /// Nobody writes any more, but what was written may be in the pipes still, and then no log lacks it yet.
+    fn read_last_words(&mut self) {
+        let Some(entrypoint) = self.phase.entrypoint() else { return };
+        for output in [Output::Stdout, Output::Stderr] {
+            while self.log.room() > 0
+                && let Some(data) = entrypoint.read(output, self.log.room())
+            {
+                self.log.push(output, data, unix_nanos());
+            }
+        }
     }
 
     fn has_unsent(&self) -> bool {

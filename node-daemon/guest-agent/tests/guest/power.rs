@@ -44,6 +44,27 @@ fn a_shutdown_lets_the_workload_end_by_itself_and_unmounts() {
     assert_clean(machine.directory());
 }
 
+/// The agent has room for a part of what was written. What it has room for only when nobody writes any more comes too.
+#[test]
+fn what_is_in_the_pipe_goes_out_before_the_power() {
+    let script = "seq 400000; exec sleep 1000";
+    let mut machine =
+        Machine::ready(v1::Configure { entrypoint: Some(entrypoint(script, RestartPolicy::Never)), ..configure() });
+    let stuck = "while a=$(grep wchar /proc/$(pidof seq)/io); sleep 0.5; \
+         [ \"$a\" != \"$(grep wchar /proc/$(pidof seq)/io)\" ]; do :; done; echo stuck";
+    assert_eq!(machine.out(stuck), "stuck\n");
+    machine.shut_down(Duration::from_secs(5));
+    // All that it has until now, at once.
+    machine.send(v1::LogAck { offset: u64::MAX });
+    let full = 900 << 10;
+    machine.wait_for("what was in the pipe", |event| match event {
+        HostEvent::Log(piece) if piece.offset > full => Some(()),
+        _ => None,
+    });
+    machine.send(v1::LogAck { offset: u64::MAX });
+    assert!(machine.wait_for_exit().success());
+}
+
 #[test]
 fn what_ignores_the_request_is_killed_after_the_grace() {
     let script = "trap '' TERM; echo up; while true; do echo x >> /data/file; sleep 0.05; done";

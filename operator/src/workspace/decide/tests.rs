@@ -414,11 +414,10 @@ fn what_only_a_person_can_mend_is_said_until_the_end() {
     let workspace = executing(WorkspacePhase::Stopping);
     let end = ended(&workspace, v1::EndReason::ForceStopped, v1::ObjectUse::Released);
     let blocked = v1::Blocked { message: "the record is damaged: restore it".into() };
-    let event = v1::InstanceEvent { kind: Some(Kind::Blocked(blocked)), ..end.clone() };
+    let event = v1::InstanceEvent { kind: Some(v1::instance_event::Kind::Blocked(blocked)), ..end.clone() };
     let outcome = event::apply(&workspace, &node("a"), &event, false, at(9));
     let status = outcome.status.unwrap();
-    let says = |status: &WorkspaceStatus| condition(status, "Blocked");
-    assert_eq!(says(&status), ("True".into(), "NodeNeedsHelp".into()));
+    assert_eq!(condition(&status, "Blocked"), ("True", "NodeNeedsHelp"));
     assert_eq!((status.phase, outcome.notices.len()), (Some(WorkspacePhase::Stopping), 1));
     let waiting = Workspace { status: Some(*status), ..workspace };
     let end = v1::InstanceEvent { seq: event.seq + 1, ..end };
