@@ -25,6 +25,10 @@ pub enum ConditionType {
     MemoryTight,
     /// A second host speaks with this node's identity.
     DuplicateHost,
+    /// The node is ahead of this control plane, which was put back to an older state.
+    Quarantined,
+    /// Instances run there whose Workspaces this control plane does not know.
+    UnknownInstances,
     // StoragePool: nodes declare it with different markers.
     MarkerConflict,
     // Volume: whether its image exists, and whether a Workspace is bound.

@@ -42,6 +42,10 @@ use crate::{Bytes, CommandId, Epoch, Incarnation, MilliCpu, PoolId, Ratio, Term,
         .message("only a node that is drained (condition Drained) or whose current incarnation is isolated can be retired: drain it, or isolate it when its host is down")
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.retirement"),
+    validation = Rule::new("!has(self.spec.adoption) || (has(oldSelf.spec.adoption) && self.spec.adoption == oldSelf.spec.adoption) || (has(self.status) && has(self.status.quarantine) && self.status.quarantine.id == self.spec.adoption.quarantine) || (has(self.status) && has(self.status.adoption) && self.status.adoption.quarantine == self.spec.adoption.quarantine)")
+        .message("adoption.quarantine must be the id of the quarantine that the node is in (status.quarantine.id): read the node again")
+        .reason(Reason::FieldValueForbidden)
+        .field_path(".spec.adoption"),
 )]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
@@ -62,6 +66,10 @@ pub struct NodeSpec {
     /// Asserts that the host is off or can no longer write to any of its storage pools.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub isolation: Option<Isolation>,
+    /// Ends a quarantine: the control plane was put back to an older state, and this is what becomes of what
+    /// the node runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adoption: Option<Adoption>,
     /// Ends the registration for ever.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retirement: Option<Retirement>,
@@ -118,6 +126,40 @@ pub struct Isolation {
     pub request_id: Option<CommandId>,
 }
 
+/// What becomes of a node that is ahead of its control plane.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("!has(self.requestId) || !has(oldSelf.requestId) || self.requestId != oldSelf.requestId || self == oldSelf")
+    .message("requestId was already used with another content: choose a new requestId")
+    .reason(Reason::FieldValueForbidden))]
+pub struct Adoption {
+    /// The accident that this ends: `status.quarantine.id`. A later one has another id.
+    #[schemars(length(max = 32))]
+    pub quarantine: String,
+    pub action: AdoptionAction,
+    /// What becomes of Instances whose Workspaces this control plane does not know, made after its backup.
+    #[serde(default)]
+    pub unknown: UnknownInstances,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request_id: Option<CommandId>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum AdoptionAction {
+    /// What runs there becomes what its Workspaces run.
+    Adopt,
+    /// Everything that runs there is destroyed; disks stay.
+    Destroy,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum UnknownInstances {
+    /// They go on running, and the node says which they are.
+    #[default]
+    Keep,
+    Destroy,
+}
+
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Retirement {
@@ -172,6 +214,13 @@ pub struct NodeStatus {
     /// The highest incarnation whose isolation was carried out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub isolation: Option<IsolationResult>,
+    /// The node is ahead of this control plane, which was put back to an older state: nothing is done with it
+    /// until `spec.adoption` says what.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quarantine: Option<Quarantine>,
+    /// What came of the last adoption.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adoption: Option<AdoptionResult>,
     /// What the host gives to VMs, as it reported; what could not be measured is absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub capacity: Option<Amounts>,
@@ -246,6 +295,45 @@ pub struct IsolationResult {
     pub released_layers: Option<u32>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failed_workspaces: Option<u32>,
+}
+
+/// A node that is ahead of its control plane.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Quarantine {
+    /// Names this one accident.
+    #[schemars(length(max = 32))]
+    pub id: String,
+    /// How it shows that the node has seen more than this control plane.
+    #[schemars(length(max = 1024))]
+    pub message: String,
+    /// Instances that run there.
+    pub instances: u32,
+    pub since: Time,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct AdoptionResult {
+    #[schemars(length(max = 32))]
+    pub quarantine: String,
+    /// The life of the node that was adopted.
+    pub incarnation: Incarnation,
+    pub action: AdoptionAction,
+    pub unknown: UnknownInstances,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request_id: Option<CommandId>,
+    /// Workspaces whose executions are those that run on the node.
+    pub adopted: u32,
+    /// Workspaces that this control plane took for running there, and that had ended.
+    pub ended: u32,
+    /// How many Instances belong to no Workspace that this control plane knows.
+    pub unknown_count: u32,
+    /// The first of these: Instance id, namespace and name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 32), inner(length(max = 200)))]
+    pub unknown_instances: Vec<String>,
+    pub finished_at: Time,
 }
 
 /// An amount of CPU and memory, in the form that people read; absent: not measured.

@@ -3,6 +3,7 @@
 //! Each noun has a module with the same verbs. `errors` holds the exit statuses, `output` the forms
 //! of results, `wait` the waiting, `client` the connection.
 
+mod adopt;
 mod cli;
 mod client;
 mod enrollment;

@@ -12,6 +12,7 @@ use kube::{ResourceExt, api::ListParams};
 use serde::Serialize;
 
 use crate::{
+    adopt::{Adopt, adopt},
     client::{Cluster, Listed, Paging, remark_next_page},
     errors::{On as _, Result, Subject},
     output::{
@@ -40,6 +41,8 @@ pub enum Command {
         #[command(flatten)]
         output: OutputArgs,
     },
+    /// End the quarantine of a node whose control plane was put back to an older state
+    Adopt(Adopt),
 }
 
 pub async fn run(cluster: &Cluster, command: Command) -> Result<()> {
@@ -58,6 +61,7 @@ pub async fn run(cluster: &Cluster, command: Command) -> Result<()> {
             remark_next_page(&many.listed);
             Ok(())
         }
+        Command::Adopt(args) => adopt(cluster, args).await,
         Command::Get { name, output } => {
             let node = cluster.cluster_wide::<Node>().get(&name).await.on(&subject(&name))?;
             let now = Cluster::now();
@@ -84,6 +88,8 @@ struct View {
     admission: Option<String>,
     drain_requested: bool,
     isolated: bool,
+    /// The node is ahead of this control plane, which was put back: the id that an adoption names.
+    quarantine_id: Option<String>,
     labels: std::collections::BTreeMap<String, String>,
     session: Option<SessionView>,
     report: Option<ReportView>,
@@ -175,6 +181,7 @@ impl From<&Node> for View {
         Self {
             node_id: node.name_any(),
             isolated: is_isolated(&status),
+            quarantine_id: status.quarantine.as_ref().map(|quarantine| quarantine.id.clone()),
             status: status.phase.as_ref().map(enum_word),
             admission: status.admission.as_ref().map(enum_word),
             drain_requested: node.spec.drain.as_ref().is_some_and(|drain| drain.requested),
@@ -261,6 +268,7 @@ impl Present for One {
         page.fact("Labels", labels.join("\n"));
         page.fact("Drain requested", yes_no(self.node.spec.drain.as_ref().is_some_and(|drain| drain.requested)));
         page.fact("Isolated", yes_no(is_isolated(&status)));
+        page.fact_if("Quarantine", status.quarantine.as_ref().map(|quarantine| quarantine.message.clone()));
         page.fact("Capacity", both(&or_absent(capacity.cpu.map(cores)), &or_absent(capacity.memory.map(binary))));
         page.fact(
             "Allocated",

@@ -3,14 +3,14 @@
 use std::{
     fs::{self, File, OpenOptions},
     io,
-    os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _},
+    os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
     sync::{Mutex, PoisonError},
 };
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use kibo_crds::{Incarnation, NodeId, Term};
-use kibo_protocol::NodeKey;
+use kibo_protocol::{NodeKey, v1};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 
@@ -57,6 +57,11 @@ impl StateDir {
     pub fn path(&self) -> &Path {
         &self.path
     }
+
+    /// Tells this directory from a copy of it; empty when it cannot be looked at.
+    pub fn identity(&self) -> String {
+        fs::metadata(&self.path).map(|it| format!("{:x}-{:x}", it.dev(), it.ino())).unwrap_or_default()
+    }
 }
 
 fn read_json<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<Option<T>, StateError> {
@@ -84,6 +89,29 @@ pub struct Life {
     pub boot_id: String,
 }
 
+/// A moment in the history of the control plane; see the protocol.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Moment {
+    pub term: Term,
+    pub leadership: String,
+    pub renewed_unix_micros: u64,
+}
+
+impl From<v1::Moment> for Moment {
+    fn from(moment: v1::Moment) -> Self {
+        let v1::Moment { term, leadership, renewed_unix_micros } = moment;
+        Self { term: Term(term), leadership, renewed_unix_micros }
+    }
+}
+
+impl From<Moment> for v1::Moment {
+    fn from(moment: Moment) -> Self {
+        let Moment { term, leadership, renewed_unix_micros } = moment;
+        Self { term: term.0, leadership, renewed_unix_micros }
+    }
+}
+
 /// What is in `node.json`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
@@ -94,6 +122,8 @@ pub struct NodeRecord {
     pub cluster_id: String,
     pub highest_revision: u64,
     pub highest_term: Term,
+    /// The latest moment that the operator told: a control plane that does not know it was put back.
+    pub latest: Option<Moment>,
 }
 
 /// The incarnation that a Hello names. A new life begins only when this host was booted anew, so
@@ -193,9 +223,11 @@ mod tests {
     fn one_daemon_holds_a_state_directory() {
         let (_dir, state) = state_dir();
         assert!(matches!(StateDir::open(state.path()), Err(StateError::InUse(_))));
-        let path = state.path().to_owned();
+        let (path, identity) = (state.path().to_owned(), state.identity());
         drop(state);
-        assert!(StateDir::open(&path).is_ok());
+        let again = StateDir::open(&path).unwrap();
+        assert!(!identity.is_empty() && again.identity() == identity);
+        assert_ne!(state_dir().1.identity(), identity);
     }
 
     #[test]

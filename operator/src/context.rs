@@ -7,7 +7,8 @@ use kube::{Client, runtime::events::Recorder};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::{
-    guarded::WriteError, node::NodeIndex, overcommit::OvercommitIndex, session::Registry, storage_pool::PoolIndex,
+    guarded::WriteError, leader::History, node::NodeIndex, overcommit::OvercommitIndex, session::Registry,
+    storage_pool::PoolIndex,
 };
 
 /// The leader's surroundings. Cheap to clone as an [`Arc`].
@@ -17,6 +18,8 @@ pub struct Context {
     pub namespace: String,
     /// Number of this leadership; every status write carries it.
     pub term: Term,
+    /// The leaderships up to this one.
+    pub history: Arc<History>,
     /// Random id of this cluster, made once.
     pub cluster_id: String,
     /// The live control sessions.

@@ -10,6 +10,7 @@ mod clock;
 pub mod cluster;
 pub mod context;
 pub mod crd_apply;
+pub mod evidence;
 pub mod guarded;
 pub mod health;
 pub mod leader;

@@ -262,6 +262,7 @@ impl Replica {
             client: self.client.clone(),
             namespace: self.args.namespace.clone(),
             term: leadership.term,
+            history: leadership.history.clone(),
             cluster_id: self.cluster_id.clone(),
             registry: Registry::default(),
             nodes: NodeIndex::default(),

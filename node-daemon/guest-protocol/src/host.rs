@@ -306,6 +306,10 @@ impl HostConnection {
         let Some(state) = self.streams.get_mut(&stream) else {
             return Ok(None);
         };
+        // Nothing, again and again, would pass every window and pile up before a reader that does not read.
+        if message.data.is_empty() {
+            return Ok(None);
+        }
         let abandoned = state.abandoned;
         let Some(window) = state.window(output) else {
             return Ok(None);

@@ -1,5 +1,6 @@
 //! The control session between operator and node: its messages, and the secrets that open it.
 
+mod quarantine;
 mod secret;
 
 /// Generated from `proto/kibotos/node/v1/control.proto`.
@@ -8,4 +9,5 @@ pub mod v1 {
     tonic::include_proto!("kibotos.node.v1");
 }
 
+pub use quarantine::quarantine_id;
 pub use secret::{EnrollmentToken, NodeKey, Secret, SecretHash, TokenError};

@@ -31,6 +31,9 @@ const RECONNECT: Duration = Duration::from_millis(200);
 /// A guest that breaks the protocol on purpose must not keep the daemon busy.
 const RECONNECT_AFTER_VIOLATION: Duration = Duration::from_secs(2);
 const READ_BUFFER: usize = 64 * 1024;
+/// A guest that takes nothing of what it is sent is not listened to either: each of its words may be answered. All
+/// that is sent by windows has room below it many times.
+const UNREAD_LIMIT: usize = 16 << 20;
 
 /// Connects and talks, again and again, until nobody holds the handle any more.
 pub(super) async fn converse(
@@ -135,7 +138,7 @@ impl<L: LogSink> Conversation<L> {
         loop {
             let outgoing = link.connection.outgoing();
             tokio::select! {
-                len = read.read(&mut buffer) => {
+                len = read.read(&mut buffer), if outgoing.len() < UNREAD_LIMIT => {
                     let len = len?;
                     if len == 0 {
                         return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
@@ -265,7 +268,7 @@ impl Drop for Exec {
 
 impl Link {
     fn beat(&mut self) {
-        if self.connection.is_connected() {
+        if self.connection.is_connected() && self.connection.outgoing().len() < UNREAD_LIMIT {
             self.send(v1::Ping { id: 0 });
         } else if self.connection.outgoing().is_empty() {
             self.connection.say_hello();

@@ -5,7 +5,10 @@ use kibo_crds::{InstanceId, ObjectUid};
 use kibo_protocol::v1;
 
 use super::{ExecStream, Instances, LogChunk, StopMode, StreamError, Summary};
-use crate::{launch::Launch, session::InstanceControl};
+use crate::{
+    launch::Launch,
+    session::{InstanceControl, Inventoried},
+};
 
 impl InstanceControl for Instances {
     fn list(&self) -> Vec<Summary> {
@@ -14,6 +17,10 @@ impl InstanceControl for Instances {
 
     fn problem(&self, instance: InstanceId) -> Option<String> {
         self.problem(instance)
+    }
+
+    fn inventory(&self) -> Result<Vec<Inventoried>, String> {
+        self.inventory()
     }
 
     async fn start(&self, launch: Launch) {

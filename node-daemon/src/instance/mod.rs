@@ -35,6 +35,7 @@ use crate::{
     launch::{Launch, instance_id},
     log_store::LogStore,
     pool::Pools,
+    session::Inventoried,
     spool::EventSpool,
     vmm::Vmm,
 };
@@ -109,6 +110,27 @@ impl Instances {
     /// Why an Instance is on this host and can neither be stopped nor started; nothing for any other.
     pub fn problem(&self, instance: InstanceId) -> Option<String> {
         self.0.lock().get(&instance).and_then(|handle| handle.unclear.clone())
+    }
+
+    /// What runs, with what it was made from.
+    pub fn inventory(&self) -> Result<Vec<Inventoried>, String> {
+        let mut all = Vec::new();
+        for summary in self.list() {
+            if let Some(problem) = self.problem(summary.id) {
+                return Err(problem);
+            }
+            match self.0.dirs.of(summary.id).load().map_err(|error| error.to_string())? {
+                Some((record, launch)) => {
+                    all.push(Inventoried { launch: launch.message, state: summary.state, available: record.available })
+                }
+                None if summary.state == v1::InstanceState::Starting => {
+                    return Err(format!("{} is just being started", summary.id));
+                }
+                // Its end is in the spool.
+                None => {}
+            }
+        }
+        Ok(all)
     }
 
     /// Changes whenever an Instance comes, goes or enters another state.

@@ -28,6 +28,11 @@ pub enum RecoverError {
     Files(#[from] FilesError),
     #[error("failed to list the processes: {0}; without that nobody knows what runs")]
     Processes(io::Error),
+    #[error(
+        "{instance} runs on this host as process {pid}, and not for this state directory, which is a copy of another \
+         daemon's: only that one may decide over it. Remove this copy"
+    )]
+    Copied { instance: InstanceId, pid: i32 },
 }
 
 /// Why one Instance cannot be taken up now. Its VM may run, so it is neither started nor ended.
@@ -50,7 +55,15 @@ type Processes = BTreeMap<String, Vec<ProcessId>>;
 
 pub async fn recover(inner: &Arc<Inner>) -> Result<(), RecoverError> {
     let mut processes = processes(inner).map_err(RecoverError::Processes)?;
-    for instance in inner.dirs.list()? {
+    let instances = inner.dirs.list()?;
+    let others = inner.deps.vmm.processes_of_others().map_err(RecoverError::Processes)?;
+    // Before anything is concluded from what does not run here: it would release the disks of a guest that writes.
+    for instance in &instances {
+        if let Some((_, process)) = others.iter().find(|(name, _)| *name == instance.to_string()) {
+            return Err(RecoverError::Copied { instance: *instance, pid: process.pid });
+        }
+    }
+    for instance in instances {
         let own = processes.remove(&instance.to_string()).unwrap_or_default();
         // One that cannot be taken up must not keep the others from it.
         if let Err(unclear) = recover_one(inner, instance, own).await {

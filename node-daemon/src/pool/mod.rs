@@ -28,7 +28,7 @@ use kibo_protocol::v1;
 
 pub use image::ImageError;
 pub use marker::{Marker, MarkerError, init, read as read_marker};
-pub use records::Conflict;
+pub use records::{Conflict, LastTaken};
 pub use status::PoolStatus;
 
 use crate::config::PoolConfig;
@@ -62,6 +62,17 @@ pub struct TakenObject {
     pub is_direct: bool,
 }
 
+/// What the records of one object say.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PoolObject {
+    pub uid: ObjectUid,
+    /// Of any record; 0 without one.
+    pub highest: Epoch,
+    pub last: Option<LastTaken>,
+    /// Absent: no image.
+    pub size: Option<Bytes>,
+}
+
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
     #[error("this node has no storage pool {0:?}: declare it in the daemon's configuration")]
@@ -74,6 +85,8 @@ pub enum PoolError {
     Conflict { uid: ObjectUid, conflict: Conflict },
     #[error("object {0} is in use on this node")]
     InUse(ObjectUid),
+    #[error("failed to list the objects of the pool {pool}: {source}")]
+    List { pool: PoolId, source: io::Error },
     #[error("failed to {action} of object {uid} in the pool {pool}: {source}")]
     Io { action: &'static str, uid: ObjectUid, pool: PoolId, source: io::Error },
 }

@@ -2,11 +2,11 @@
 
 use std::{fs, io, path::Path};
 
-use kibo_crds::{Bytes, Epoch, ObjectUid};
+use kibo_crds::{Bytes, Epoch, InstanceId, ObjectUid};
 use kibo_protocol::v1::ObjectUse;
 
 use super::{
-    Pool, PoolError, TakeError, TakeFailure, TakenObject, image,
+    Pool, PoolError, PoolObject, TakeError, TakeFailure, TakenObject, image,
     lock::ObjectLock,
     marker,
     record_files::{self, Kind},
@@ -192,12 +192,28 @@ impl Pool {
         }
     }
 
-    /// Says what became of a grant; one that was not taken is refused for good.
-    pub fn confirm_not_taken(&self, granted: &GrantedObject) -> Result<ObjectUse, PoolError> {
+    /// Says what became of a grant; one that was not taken is refused for good, and what this node took for an Instance
+    /// that it does not have any more, whose record was lost, is released.
+    pub fn confirm_not_taken(
+        &self,
+        granted: &GrantedObject,
+        is_here: impl Fn(InstanceId) -> bool,
+    ) -> Result<ObjectUse, PoolError> {
         let uid = &granted.object.uid;
+        let epoch = granted.grant.epoch;
         let _lock = self.begin(uid)?;
-        match self.list(uid)?.use_of(granted.grant.epoch) {
-            EpochUse::Held => Ok(ObjectUse::Held),
+        let records = self.list(uid)?;
+        match records.use_of(epoch) {
+            EpochUse::Held => {
+                let taken = records.0.get(&epoch).and_then(|records| records.taken.as_ref());
+                let taker = taken.and_then(|record| record.taker.as_ref());
+                if taker.is_none_or(|taker| taker.node != self.node || is_here(taker.instance)) {
+                    return Ok(ObjectUse::Held);
+                }
+                tracing::warn!(object = %uid, %epoch, ?taker, "releasing what an Instance held that is not here any more");
+                self.write_released(uid, epoch)?;
+                Ok(ObjectUse::Released)
+            }
             EpochUse::Released => Ok(ObjectUse::Released),
             EpochUse::Refused => Ok(ObjectUse::Refused),
             EpochUse::Untouched => {
@@ -244,6 +260,23 @@ impl Pool {
             let taker = of_epoch.taken.as_ref().and_then(|record| record.taker.as_ref());
             records.use_of(*epoch) == EpochUse::Held && taker.is_some_and(|taker| taker.node == self.node)
         }))
+    }
+
+    /// Every object of the pool with what its records say. An object that cannot be read is an error.
+    pub fn objects(&self) -> Result<Vec<PoolObject>, PoolError> {
+        self.verify()?;
+        let dir = self.path.join(marker::OBJECTS);
+        let failed = |source| PoolError::List { pool: self.id.clone(), source };
+        let mut objects = Vec::new();
+        for entry in fs::read_dir(&dir).map_err(failed)? {
+            let name = entry.map_err(failed)?.file_name();
+            let Some(uid) = name.to_str().and_then(|name| name.parse::<ObjectUid>().ok()) else { continue };
+            let records = self.list(&uid)?;
+            let size = image::size(&self.object_dir(&uid)).map_err(self.io("find the size", &uid))?;
+            let highest = records.0.keys().next_back().copied().unwrap_or_default();
+            objects.push(PoolObject { highest, last: records.last_taken(), size, uid });
+        }
+        Ok(objects)
     }
 
     /// Size of an object's image; `None` when it does not exist.

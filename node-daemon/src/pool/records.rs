@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use kibo_crds::Epoch;
 use serde::{Deserialize, Serialize};
 
-use crate::launch::{Grant, Taker};
+use crate::launch::{Grant, PredecessorEnd, Taker};
 
 /// Content of one record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -133,10 +133,27 @@ impl Records {
         }
     }
 
+    /// The highest record that somebody took the object, and whether it still stands.
+    pub fn last_taken(&self) -> Option<LastTaken> {
+        let (epoch, records) = self.0.iter().rev().find(|(_, records)| records.taken.is_some())?;
+        let nobody = Grant { epoch: *epoch, predecessor: Epoch(0), predecessor_end: PredecessorEnd::Released };
+        let holds = records.is_open() && !self.is_declared_dead(*epoch, &nobody);
+        Some(LastTaken { epoch: *epoch, record: records.taken.clone()?, holds })
+    }
+
     /// Epochs that no decision needs any more once `epoch` was taken rightly; the lowest first.
     pub fn settled_below(&self, epoch: Epoch) -> Vec<Epoch> {
         self.0.range(..epoch).map(|(epoch, _)| *epoch).collect()
     }
+}
+
+/// Who took an object last.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LastTaken {
+    pub epoch: Epoch,
+    pub record: Record,
+    /// It is not closed, and no later grant says that its taker is dead.
+    pub holds: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -154,7 +171,6 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::launch::PredecessorEnd;
 
     fn taker(node: &str) -> Taker {
         // One Instance for each node and test: the same id again is the same Instance.
@@ -270,6 +286,30 @@ mod tests {
         for (what, on_disk, grant, expected) in table {
             let decision = records(on_disk).decide_take(grant, Some(&taker("a")));
             assert_eq!(conflict(&decision), *expected, "{what}");
+        }
+    }
+
+    #[test]
+    fn who_took_it_last_and_may_write_still() {
+        use On::{Refused, Released, Taken, Withdrawn};
+        let first = grant(1, 0, PredecessorEnd::None);
+        let second = |end| grant(2, 1, end);
+        for (what, on_disk, expected) in [
+            ("nobody", vec![], None),
+            ("only refused", vec![(first, Refused)], None),
+            ("open", vec![(first, Taken("a"))], Some((1, true))),
+            ("closed", vec![(first, Released("a"))], Some((1, false))),
+            ("withdrawn", vec![(first, Withdrawn("a"))], Some((1, false))),
+            (
+                "a newer grant was refused",
+                vec![(first, Taken("a")), (second(PredecessorEnd::Released), Refused)],
+                Some((1, true)),
+            ),
+            ("declared dead", vec![(first, Taken("a")), (second(PredecessorEnd::Isolated), Refused)], Some((1, false))),
+            ("both", vec![(first, Released("a")), (second(PredecessorEnd::Released), Taken("bb"))], Some((2, true))),
+        ] {
+            let last = records(&on_disk).last_taken().map(|last| (last.epoch.0, last.holds));
+            assert_eq!(last, expected, "{what}");
         }
     }
 

@@ -200,8 +200,8 @@ fn a_grant_that_was_never_taken_is_closed_for_good() {
     let pool = setup.on("a");
     let granted = object(1, PredecessorEnd::None);
     let mine = taker("a");
-    assert_eq!(pool.confirm_not_taken(&granted).unwrap(), ObjectUse::Refused);
-    assert_eq!(pool.confirm_not_taken(&granted).unwrap(), ObjectUse::Refused);
+    assert_eq!(pool.confirm_not_taken(&granted, |_| true).unwrap(), ObjectUse::Refused);
+    assert_eq!(pool.confirm_not_taken(&granted, |_| true).unwrap(), ObjectUse::Refused);
     assert_eq!(pool.close(&granted, &mine).unwrap(), ObjectUse::Refused);
     assert_eq!(pool.take(&granted, &mine).unwrap_err().object_use, ObjectUse::Refused);
 }
@@ -213,7 +213,7 @@ fn closing_releases_only_the_own_take() {
     let granted = object(1, PredecessorEnd::None);
     let mine = taker("a");
     pool.take(&granted, &mine).unwrap();
-    assert_eq!(pool.confirm_not_taken(&granted).unwrap(), ObjectUse::Held);
+    assert_eq!(pool.confirm_not_taken(&granted, |_| true).unwrap(), ObjectUse::Held);
     assert_eq!(pool.close(&granted, &taker("a")).unwrap(), ObjectUse::Held);
     assert_eq!(pool.close(&granted, &mine).unwrap(), ObjectUse::Released);
     assert_eq!(pool.take(&granted, &mine).unwrap_err().object_use, ObjectUse::Released);

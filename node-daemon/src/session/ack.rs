@@ -11,6 +11,18 @@ pub struct Sent {
     pub incarnation: Option<Incarnation>,
     /// Empty when the node belongs to none yet.
     pub cluster_id: String,
+    /// Names what the node has seen, should the control plane not know it.
+    pub quarantine: String,
+}
+
+/// Whether an admin ordered that the node takes up with this control plane though it was put back: it names what this
+/// node has seen, so that it is about no other accident.
+pub fn adopts(sent: &Sent, ack: &v1::HelloAck) -> Result<bool, String> {
+    match ack.adopts.as_str() {
+        "" => Ok(false),
+        adopts if adopts == sent.quarantine => Ok(true),
+        adopts => Err(format!("the operator ends the quarantine {adopts}, but this node is in {}", sent.quarantine)),
+    }
 }
 
 /// The record after an accepted Hello, or why this operator is not obeyed.
@@ -18,7 +30,8 @@ pub fn accept(record: &NodeRecord, sent: &Sent, boot_id: &str, ack: &v1::HelloAc
     if ack.cluster_id.is_empty() {
         return Err("the operator did not say which cluster it speaks for".into());
     }
-    if !sent.cluster_id.is_empty() && sent.cluster_id != ack.cluster_id {
+    let is_adopted = adopts(sent, ack)?;
+    if !is_adopted && !sent.cluster_id.is_empty() && sent.cluster_id != ack.cluster_id {
         let (ours, theirs) = (&sent.cluster_id, &ack.cluster_id);
         return Err(format!("the operator speaks for cluster {theirs}, but this node belongs to {ours}"));
     }
@@ -35,8 +48,9 @@ pub fn accept(record: &NodeRecord, sent: &Sent, boot_id: &str, ack: &v1::HelloAc
     Ok(NodeRecord {
         life: Some(Life { incarnation, boot_id: boot_id.to_owned() }),
         cluster_id: ack.cluster_id.clone(),
-        highest_revision: record.highest_revision.max(ack.revision),
+        highest_revision: if is_adopted { ack.revision } else { record.highest_revision.max(ack.revision) },
         highest_term: record.highest_term,
+        latest: ack.moment.clone().map(Into::into).or_else(|| record.latest.clone()),
     })
 }
 
@@ -63,7 +77,21 @@ mod tests {
             cluster_id: "c".into(),
             highest_revision: 9,
             highest_term: Term(2),
+            latest: None,
         }
+    }
+
+    fn sent(incarnation: Option<u64>) -> Sent {
+        Sent { incarnation: incarnation.map(Incarnation), cluster_id: "c".into(), quarantine: "q-1".into() }
+    }
+
+    #[test]
+    fn an_adopted_node_forgets_the_control_plane_that_is_no_more() {
+        let adopting = |adopts: &str| v1::HelloAck { adopts: adopts.into(), ..ack(3, "d") };
+        let accepted = accept(&record(3), &sent(Some(3)), "b", &adopting("q-1")).unwrap();
+        assert_eq!((accepted.cluster_id.as_str(), accepted.highest_revision), ("d", 5));
+        assert!(accept(&record(3), &sent(Some(3)), "b", &adopting("q-2")).is_err(), "another accident");
+        assert!(accept(&record(3), &sent(Some(3)), "b", &adopting("")).is_err(), "no adoption");
     }
 
     #[test]
@@ -79,7 +107,7 @@ mod tests {
             ("another cluster", record(3), Some(Incarnation(3)), ack(3, "d"), false),
             ("no cluster", fresh, None, ack(1, ""), false),
         ] {
-            let sent = Sent { incarnation: sent, cluster_id: record.cluster_id.clone() };
+            let sent = Sent { incarnation: sent, cluster_id: record.cluster_id.clone(), quarantine: "q-1".into() };
             let accepted = accept(&record, &sent, "b", &ack);
             assert_eq!(accepted.is_ok(), good, "{what}: {accepted:?}");
         }
@@ -87,8 +115,7 @@ mod tests {
 
     #[test]
     fn the_life_moves_on_to_this_boot_and_the_revision_never_falls() {
-        let accepted =
-            accept(&record(3), &Sent { incarnation: None, cluster_id: "c".into() }, "b", &ack(4, "c")).unwrap();
+        let accepted = accept(&record(3), &sent(None), "b", &ack(4, "c")).unwrap();
         assert_eq!(accepted.life, Some(Life { incarnation: Incarnation(4), boot_id: "b".into() }));
         assert_eq!(accepted.highest_revision, 9);
     }

@@ -33,6 +33,7 @@ pub enum Next {
 
 const FIRST: Duration = Duration::from_millis(250);
 const LONGEST: Duration = Duration::from_secs(30);
+const QUARANTINED: Duration = Duration::from_secs(5);
 /// For what only a person can mend; retried nevertheless, so that mending it is enough.
 const SLOW: Duration = Duration::from_secs(60);
 
@@ -51,9 +52,9 @@ pub fn next(end: &End, failures: u32) -> Next {
         End::Refused { reason, .. } => match reason {
             Refusal::Isolated => Next::Isolate,
             Refusal::NotLeader => Next::Retry(exponential(failures).min(Duration::from_secs(2))),
-            Refusal::Replaced | Refusal::Duplicate | Refusal::ControlPlaneWentBack => {
-                Next::Retry(exponential(failures).max(Duration::from_secs(5)))
-            }
+            // An admin who adopts the node waits for its next attempt.
+            Refusal::ControlPlaneWentBack => Next::Retry(QUARANTINED),
+            Refusal::Replaced | Refusal::Duplicate => Next::Retry(exponential(failures).max(Duration::from_secs(5))),
             Refusal::InvalidHello | Refusal::Unspecified => Next::Retry(exponential(failures)),
             Refusal::UnknownNode | Refusal::WrongKey | Refusal::Retired | Refusal::Revoked => Next::Retry(SLOW),
         },

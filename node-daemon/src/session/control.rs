@@ -11,6 +11,15 @@ use crate::{
     launch::Launch,
 };
 
+/// An Instance with everything that it was made from, for an adoption.
+#[derive(Clone, Debug)]
+pub struct Inventoried {
+    pub launch: v1::Launch,
+    pub state: v1::InstanceState,
+    /// Its guest was configured.
+    pub available: bool,
+}
+
 /// Runs Instances. What changes something returns as soon as the change is asked for; the work goes
 /// on in the background and ends in events.
 pub trait InstanceControl: Send + Sync + 'static {
@@ -19,6 +28,9 @@ pub trait InstanceControl: Send + Sync + 'static {
 
     /// Why an Instance that is here can neither be started nor stopped before somebody has helped.
     fn problem(&self, instance: InstanceId) -> Option<String>;
+
+    /// The same with what each was made from; an error says for which that is not known now. Reads the disk.
+    fn inventory(&self) -> Result<Vec<Inventoried>, String>;
 
     /// Idempotent by the Instance's id; the Instance is in the list when this returns, or its end is
     /// in the spool.

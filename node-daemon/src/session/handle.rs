@@ -141,6 +141,13 @@ impl<I: InstanceControl> Handler<I> {
         }
         match message.message {
             Some(Message::HelloAck(_)) => return Err(End::Disobeyed("the operator answered the Hello twice".into())),
+            Some(Message::TakeInventory(_)) => {
+                return Err(End::Disobeyed("the operator asks for an inventory in the middle of a session".into()));
+            }
+            Some(Message::Moment(moment)) => {
+                let latest = Some(moment.into());
+                self.node.state.update(|record| record.latest = latest).map_err(|e| End::Local(e.to_string()))?;
+            }
             Some(Message::Refused(refused)) => return Err(live::refusal(&refused)),
             Some(Message::Settings(settings)) => self.apply(&settings)?,
             Some(Message::Offer(offer)) => self.offer(&offer),
@@ -276,7 +283,7 @@ impl<I: InstanceControl> Handler<I> {
         tokio::task::spawn_blocking(move || {
             let result = node.pools.get(&granted.object.pool).and_then(|pool| match command {
                 Command::Delete => pool.delete(&granted).map(|()| v1::ObjectUse::Released),
-                Command::ConfirmNotTaken => pool.confirm_not_taken(&granted),
+                Command::ConfirmNotTaken => pool.confirm_not_taken(&granted, |instance| node.is_listed(instance)),
             });
             if let Err(error) = &result {
                 tracing::warn!(object = %granted.object.uid, %error, "a command on an object failed");
@@ -326,7 +333,7 @@ fn object_result(
                 PoolError::Unknown(_) | PoolError::Unavailable { .. } => v1::ObjectFailure::PoolUnavailable,
                 PoolError::Conflict { .. } => v1::ObjectFailure::HolderConflict,
                 PoolError::InUse(_) | PoolError::Busy(_) => v1::ObjectFailure::InUse,
-                PoolError::Io { .. } => v1::ObjectFailure::Io,
+                PoolError::List { .. } | PoolError::Io { .. } => v1::ObjectFailure::Io,
             };
             v1::ObjectResult { ok: false, failure: failure.into(), message: error.to_string(), ..answer }
         }

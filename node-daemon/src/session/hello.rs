@@ -41,6 +41,8 @@ pub struct Facts<'a> {
     pub credentials: &'a Credentials,
     pub record: &'a NodeRecord,
     pub boot_id: &'a str,
+    /// Which state directory this is.
+    pub home: String,
     pub node: &'a NodeConfig,
     pub resources: Resources,
     pub pools: &'a Pools,
@@ -71,6 +73,8 @@ pub fn hello(facts: &Facts<'_>) -> v1::Hello {
         },
         highest_revision: facts.record.highest_revision,
         highest_term: facts.record.highest_term.0,
+        latest: facts.record.latest.clone().map(Into::into),
+        home: facts.home.clone(),
         labels: facts.node.labels.clone().into_iter().collect(),
     }
 }

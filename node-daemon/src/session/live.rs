@@ -2,7 +2,10 @@
 
 use std::{sync::Arc, time::Duration};
 
-use kibo_protocol::v1::{self, from_node::Message};
+use kibo_protocol::{
+    quarantine_id,
+    v1::{self, from_node::Message},
+};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Streaming, transport::Channel};
@@ -12,7 +15,7 @@ use super::{
     backoff::End,
     control::InstanceControl,
     handle::Handler,
-    hello,
+    hello, inventory,
     node::Node,
     outbox::{EventSender, Outbox},
     report::{self, Reporter},
@@ -36,8 +39,11 @@ pub async fn run<I: InstanceControl>(
 ) -> End {
     let (outbox, messages) = Outbox::new();
     let hello = first_message(node, credentials);
-    let sent =
-        ack::Sent { incarnation: hello.incarnation.map(kibo_crds::Incarnation), cluster_id: hello.cluster_id.clone() };
+    let sent = ack::Sent {
+        incarnation: hello.incarnation.map(kibo_crds::Incarnation),
+        cluster_id: hello.cluster_id.clone(),
+        quarantine: quarantine_id(&hello),
+    };
     outbox.send(Message::Hello(hello));
     let mut client = v1::node_control_client::NodeControlClient::new(channel)
         .max_decoding_message_size(MAX_MESSAGE)
@@ -51,11 +57,20 @@ pub async fn run<I: InstanceControl>(
         Ok(Err(status)) => return End::Lost(format!("the operator closed the session: {}", said(&status))),
         Ok(Ok(response)) => response.into_inner(),
     };
-    let first = match timeout(ACK_WITHIN, next(&mut inbound)).await {
-        Err(_) => return End::Lost("the operator did not answer the Hello in time".into()),
-        Ok(Err(end)) => return end,
-        Ok(Ok(message)) => message,
+    let mut first = match answer(&mut inbound).await {
+        Ok(message) => message,
+        Err(end) => return end,
     };
+    if let Some(v1::to_node::Message::TakeInventory(asked)) = &first.message {
+        if asked.quarantine_id != sent.quarantine {
+            return End::Disobeyed("the operator asks for another quarantine than this node is in".into());
+        }
+        outbox.send(Message::Inventory(inventory::take(node, sent.quarantine.clone()).await));
+        first = match answer(&mut inbound).await {
+            Ok(message) => message,
+            Err(end) => return end,
+        };
+    }
     let mut handler = match accept(node, &first, &sent, outbox.clone(), way) {
         Ok(handler) => handler,
         Err(end) => return end,
@@ -65,11 +80,20 @@ pub async fn run<I: InstanceControl>(
     end
 }
 
+/// What the operator answers to the Hello, and to the inventory.
+async fn answer(inbound: &mut Streaming<v1::ToNode>) -> Result<v1::ToNode, End> {
+    match timeout(ACK_WITHIN, next(inbound)).await {
+        Err(_) => Err(End::Lost("the operator did not answer the Hello in time".into())),
+        Ok(answer) => answer,
+    }
+}
+
 fn first_message<I: InstanceControl>(node: &Node<I>, credentials: &Credentials) -> v1::Hello {
     hello::hello(&hello::Facts {
         credentials,
         record: &node.state.get(),
         boot_id: &node.boot_id,
+        home: node.dir.identity(),
         node: &node.config.node,
         resources: node.config.resources,
         pools: &node.pools,
@@ -104,7 +128,15 @@ fn accept<I: InstanceControl>(
         _ => return Err(End::Disobeyed("the operator's first message is no answer to the Hello".into())),
     };
     let record = node.state.get();
-    ack::check_term(record.highest_term, first.term).map_err(End::Disobeyed)?;
+    if ack::adopts(sent, ack).map_err(End::Disobeyed)? {
+        tracing::warn!(
+            quarantine = sent.quarantine,
+            term = first.term,
+            "an admin adopted this node: it takes up with the control plane that was put back"
+        );
+    } else {
+        ack::check_term(record.highest_term, first.term).map_err(End::Disobeyed)?;
+    }
     let mut accepted = ack::accept(&record, sent, &node.boot_id, ack).map_err(End::Disobeyed)?;
     accepted.highest_term = kibo_crds::Term(first.term);
     node.state.update(|record| *record = accepted).map_err(|error| End::Local(error.to_string()))?;

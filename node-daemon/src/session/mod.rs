@@ -8,6 +8,7 @@ mod control;
 mod enroll;
 mod handle;
 mod hello;
+mod inventory;
 mod live;
 mod node;
 mod outbox;
@@ -21,7 +22,7 @@ use std::{sync::Arc, time::Duration};
 
 use tokio_util::sync::CancellationToken;
 
-pub use control::InstanceControl;
+pub use control::{InstanceControl, Inventoried};
 pub use enroll::{EnrollError, read_token};
 pub use node::{Node, NodeParts};
 

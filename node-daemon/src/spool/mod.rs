@@ -143,6 +143,13 @@ impl EventSpool {
         self.lock().get(&instance).map_or(0, Journal::last_seq)
     }
 
+    /// Number up to which the events of an Instance are acknowledged, and do not come again.
+    pub fn acked_seq(&self, instance: InstanceId) -> u64 {
+        let journals = self.lock();
+        let acked = |journal: &Journal| journal.pending().front().map_or(journal.last_seq(), |first| first.seq - 1);
+        journals.get(&instance).map_or(0, acked)
+    }
+
     /// Whether the last event of this Instance is recorded and waits for its acknowledgement.
     pub fn has_ended(&self, instance: InstanceId) -> bool {
         self.lock().get(&instance).is_some_and(Journal::has_ended)

@@ -29,7 +29,7 @@ use crate::config::{Accelerator, VmmConfig};
 pub use cgroup::{Cgroup, CgroupError, Cgroups, Limits};
 pub use command_line::{Acceleration, DiskShape};
 pub use launch::{LaunchArgs, LaunchError, launch};
-pub use process::{Exit, ProcessId, VmProcess, is_gone, list as list_processes, process_name};
+pub use process::{Exit, ProcessId, VmProcess, is_gone, list as list_processes, list_others, process_name};
 pub use qmp::{Qmp, QmpError, QmpEvent, RunState};
 pub use sockets::SocketDir;
 
@@ -126,6 +126,11 @@ impl Vmm {
     /// The processes of this daemon's VMs, by the names of their machines.
     pub fn processes(&self) -> io::Result<Vec<(String, ProcessId)>> {
         list_processes(self.node.as_str(), &self.state_dir)
+    }
+
+    /// The processes of VMs of other daemons with the same node id.
+    pub fn processes_of_others(&self) -> io::Result<Vec<(String, ProcessId)>> {
+        list_others(self.node.as_str(), &self.state_dir)
     }
 
     pub fn config(&self) -> &VmmConfig {

@@ -147,14 +147,24 @@ pub fn list(node: &str, state_dir: &Path) -> io::Result<Vec<(String, ProcessId)>
     list_in(Path::new(PROC), node, state_dir)
 }
 
+/// The same of other daemons with this node id: those of other clusters, and the one that this state directory is a copy
+/// of.
+pub fn list_others(node: &str, state_dir: &Path) -> io::Result<Vec<(String, ProcessId)>> {
+    list_where(Path::new(PROC), node, &|environment| !is_of(environment, state_dir))
+}
+
 fn list_in(proc: &Path, node: &str, state_dir: &Path) -> io::Result<Vec<(String, ProcessId)>> {
+    list_where(proc, node, &|environment| is_of(environment, state_dir))
+}
+
+fn list_where(proc: &Path, node: &str, is_wanted: &dyn Fn(&[u8]) -> bool) -> io::Result<Vec<(String, ProcessId)>> {
     let prefix = process_name(node, "");
     let mut found = Vec::new();
     for entry in fs::read_dir(proc)? {
         let entry = entry?;
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         // Processes come and go while they are listed.
-        if let Some(instance) = unless_gone(instance_at(&entry.path(), &prefix, state_dir))?.flatten()
+        if let Some(instance) = unless_gone(instance_at(&entry.path(), &prefix, is_wanted))?.flatten()
             && let Some(start_time) = unless_gone(start_time(&entry.path()))?
         {
             found.push((instance, ProcessId { pid, start_time }));
@@ -163,10 +173,10 @@ fn list_in(proc: &Path, node: &str, state_dir: &Path) -> io::Result<Vec<(String,
     Ok(found)
 }
 
-/// The Instance whose VM this process is, if it is one of this daemon's.
-fn instance_at(process: &Path, prefix: &str, state_dir: &Path) -> io::Result<Option<String>> {
+/// The Instance whose VM this process is, if its environment is one that is looked for.
+fn instance_at(process: &Path, prefix: &str, is_wanted: &dyn Fn(&[u8]) -> bool) -> io::Result<Option<String>> {
     let Some(instance) = instance_of(&read(process, "cmdline")?, prefix) else { return Ok(None) };
-    Ok(is_of(&read(process, "environ")?, state_dir).then_some(instance))
+    Ok(is_wanted(&read(process, "environ")?).then_some(instance))
 }
 
 fn is_of(environment: &[u8], state_dir: &Path) -> bool {

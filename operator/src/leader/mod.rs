@@ -6,6 +6,7 @@
 //! watches CLOCK_BOOTTIME, so a stalled runtime does not hide it.
 
 mod decide;
+mod history;
 
 use std::{
     sync::{
@@ -31,6 +32,7 @@ use crate::{
     guarded::{Guarded, Termed},
 };
 use decide::{Step, Watched, decide, term_of};
+pub use history::History;
 
 /// Name of the Lease in the operator's namespace.
 pub const LEASE: &str = "kibotos-operator";
@@ -43,6 +45,11 @@ pub enum LeaderError {
     Api { what: &'static str, source: Box<kube::Error> },
     #[error("lease {LEASE} was taken by {0}: this process leads no more")]
     Lost(String),
+    #[error(
+        "lease {LEASE} is older than this process has written it: the control plane was put back to an older state, and \
+         what this process knows is void"
+    )]
+    WentBack,
     #[error("failed to start the thread that watches the clock: {0}")]
     Watchdog(std::io::Error),
 }
@@ -134,6 +141,7 @@ impl Elector {
                 return Ok(None);
             }
         };
+        lease.metadata.annotations = Some(history::with_one_more(&lease, term));
         lease.spec = Some(self.held(term));
         match self.api.replace(LEASE, &PostParams::default(), &lease).await {
             Ok(lease) => Ok(Some((lease, now))),
@@ -146,9 +154,11 @@ impl Elector {
     /// the Lease of a cluster that had been running.
     async fn create(&self) -> Result<Option<Lease>, LeaderError> {
         let highest = highest_written_term(&self.client).await.map_err(api_error("find the first term for"))?;
+        let term = Term(highest.0 + 1);
+        let annotations = Some(history::with_one_more(&Lease::default(), term));
         let lease = Lease {
-            metadata: ObjectMeta { name: Some(LEASE.to_owned()), ..ObjectMeta::default() },
-            spec: Some(self.held(Term(highest.0 + 1))),
+            metadata: ObjectMeta { name: Some(LEASE.to_owned()), annotations, ..ObjectMeta::default() },
+            spec: Some(self.held(term)),
         };
         match self.api.create(&PostParams::default(), &lease).await {
             Ok(lease) => Ok(Some(lease)),
@@ -204,6 +214,7 @@ async fn highest_term_in<K: Guarded>(client: &Client) -> Result<Term, kube::Erro
 /// This process leads, until [`Leadership::lost`] or [`Leadership::release`].
 pub struct Leadership {
     pub term: Term,
+    pub history: Arc<History>,
     /// Cancelled when somebody else holds the Lease.
     lost: CancellationToken,
     stop: CancellationToken,
@@ -220,8 +231,10 @@ impl Leadership {
         let renewed_at = Arc::new(AtomicU64::new(millis(asked_at)));
         let released = Arc::new(AtomicBool::new(false));
         watch_clock(elector.timing.deadline, renewed_at.clone(), released.clone())?;
-        let renewal = tokio::spawn(renew(elector, lease.clone(), renewed_at, lost.clone(), stop.clone()));
-        Ok(Self { term, lost, stop, released, renewal })
+        let history = Arc::new(History::of(lease));
+        let renewing = Renewing { history: history.clone(), renewed_at, lost: lost.clone(), stop: stop.clone() };
+        let renewal = tokio::spawn(renew(elector, lease.clone(), renewing));
+        Ok(Self { term, history, lost, stop, released, renewal })
     }
 
     /// Resolves when this process leads no more.
@@ -257,25 +270,30 @@ fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Renews until told to stop, or until somebody else is the holder. Gives back what a release needs.
-async fn renew(
-    elector: Elector,
-    mut lease: Lease,
+/// What a renewal tells the rest of the process.
+struct Renewing {
+    history: Arc<History>,
     renewed_at: Arc<AtomicU64>,
     lost: CancellationToken,
     stop: CancellationToken,
-) -> (Elector, Lease) {
+}
+
+/// Renews until told to stop, or until somebody else is the holder. Gives back what a release needs.
+async fn renew(elector: Elector, mut lease: Lease, to: Renewing) -> (Elector, Lease) {
     loop {
         tokio::select! {
-            () = stop.cancelled() => return (elector, lease),
+            () = to.stop.cancelled() => return (elector, lease),
             () = tokio::time::sleep(elector.timing.retry) => {}
         }
         let asked_at = boottime();
         match tokio::time::timeout(elector.timing.deadline, renew_once(&elector, &mut lease)).await {
-            Ok(Ok(())) => renewed_at.store(millis(asked_at), Ordering::Relaxed),
-            Ok(Err(LeaderError::Lost(holder))) => {
-                tracing::error!(holder, "the lease was taken by another replica");
-                lost.cancel();
+            Ok(Ok(())) => {
+                to.renewed_at.store(millis(asked_at), Ordering::Relaxed);
+                to.history.renew(history::renewed(&lease));
+            }
+            Ok(Err(error @ (LeaderError::Lost(_) | LeaderError::WentBack))) => {
+                tracing::error!(%error, "this leadership is over");
+                to.lost.cancel();
                 return (elector, lease);
             }
             Ok(Err(error)) => tracing::warn!(%error, "failed to renew the lease, trying again"),
@@ -287,7 +305,10 @@ async fn renew(
 async fn renew_once(elector: &Elector, lease: &mut Lease) -> Result<(), LeaderError> {
     let mut wanted = lease.clone();
     if let Some(spec) = &mut wanted.spec {
-        spec.renew_time = Some(MicroTime(jiff::Timestamp::now()));
+        // Also when the clock was set back: moments of one leadership come one after the other.
+        let after =
+            spec.renew_time.as_ref().and_then(|last| last.0.checked_add(jiff::SignedDuration::from_micros(1)).ok());
+        spec.renew_time = Some(MicroTime(jiff::Timestamp::now().max(after.unwrap_or(jiff::Timestamp::MIN))));
     }
     match elector.api.replace(LEASE, &PostParams::default(), &wanted).await {
         Ok(renewed) => {
@@ -303,6 +324,7 @@ async fn renew_once(elector: &Elector, lease: &mut Lease) -> Result<(), LeaderEr
                 stored.uid() == lease.uid() && term(stored) == term(lease)
             };
             match stored {
+                Some(stored) if history::renewed(&stored) < history::renewed(lease) => Err(LeaderError::WentBack),
                 Some(stored) if holder.as_deref() == Some(&elector.identity) && is_ours(&stored) => {
                     *lease = stored;
                     Ok(())

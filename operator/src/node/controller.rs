@@ -31,7 +31,7 @@ use super::{
 use crate::{
     context::Ctx,
     guarded::{self, WriteError},
-    session::{hooks::Usage, revision_of},
+    session::{hooks::Usage, revision_of, spares_unknown},
     storage_pool,
     watch::WatchBackoff,
 };
@@ -211,6 +211,13 @@ fn steer(id: &NodeId, node: &Node, control: &NodeControl) {
         session.end(SessionRefusal::Retired, "this node is retired for ever: use a new node id for this host");
         return;
     }
+    if session.spares_unknown && !spares_unknown(node) {
+        // The next session looks at its Instances anew.
+        control.ctx.registry.remove(&session);
+        session
+            .end(SessionRefusal::NotLeader, "an admin ordered that unknown Instances are destroyed: come back at once");
+        return;
+    }
     if session.relabel(node.metadata.labels.as_ref()) {
         control.ctx.registry.notify();
     }
@@ -268,5 +275,11 @@ fn news(old: &Node, new: &Node) -> Vec<(String, String)> {
     let duplicate = found(old, ConditionType::DuplicateHost, "True").is_none();
     let duplicate = duplicate.then(|| found(new, ConditionType::DuplicateHost, "True")).flatten();
     let lost = became(ConditionType::Ready, "True", "False");
-    lost.into_iter().chain(duplicate.map(|condition| (condition.reason, condition.message))).collect()
+    let quarantined = found(old, ConditionType::Quarantined, "True").is_none();
+    let quarantined = quarantined.then(|| found(new, ConditionType::Quarantined, "True")).flatten();
+    let quarantined = quarantined.map(|condition| (condition.reason, condition.message));
+    lost.into_iter()
+        .chain(quarantined)
+        .chain(duplicate.map(|condition| (condition.reason, condition.message)))
+        .collect()
 }

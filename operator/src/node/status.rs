@@ -3,7 +3,9 @@
 use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::SignedDuration};
 use kibo_crds::{
     ConditionType, Node, condition,
-    node::{Admission, Amounts, NodePhase, NodePool, NodeReport, NodeSession, NodeStatus},
+    node::{
+        Admission, Amounts, NodePhase, NodePool, NodeReport, NodeSession, NodeStatus, Quarantine, UnknownInstances,
+    },
     set_condition,
 };
 
@@ -41,6 +43,8 @@ pub struct Refused {
     pub reason: &'static str,
     pub message: String,
     pub duplicate: bool,
+    /// The node is ahead of this control plane.
+    pub quarantine: Option<Quarantine>,
 }
 
 /// Everything that the status follows from.
@@ -66,6 +70,7 @@ pub fn compute(observed: &Observed<'_>) -> NodeStatus {
     status.observed_generation = node.metadata.generation;
     status.admission = Some(admission(node));
     session(&mut status, observed);
+    quarantine(&mut status, observed);
     amounts(&mut status, observed);
     let facts = Facts::of(node);
     let isolated = status.incarnation.is_some_and(|current| facts.isolated.is_some_and(|isolated| isolated >= current));
@@ -93,6 +98,28 @@ fn session(status: &mut NodeStatus, observed: &Observed<'_>) {
             session.ended_at = Some(observed.now.clone());
         }
         (None, _) => {}
+    }
+}
+
+/// From the Hello that showed it to the session that ends it.
+fn quarantine(status: &mut NodeStatus, observed: &Observed<'_>) {
+    let seen = observed.refused.as_ref().and_then(|refused| refused.quarantine.clone());
+    match (&observed.live, seen) {
+        (Some(_), _) => status.quarantine = None,
+        (None, Some(mut seen)) => {
+            if let Some(known) = status.quarantine.as_ref().filter(|known| known.id == seen.id) {
+                seen.since = known.since.clone();
+            }
+            status.quarantine = Some(seen);
+        }
+        (None, None) => {}
+    }
+    // What an admin ordered since the adoption.
+    let ordered = observed.node.spec.adoption.as_ref();
+    if let (Some(adoption), Some(ordered)) = (&mut status.adoption, ordered)
+        && ordered.quarantine == adoption.quarantine
+    {
+        (adoption.unknown, adoption.request_id) = (ordered.unknown, ordered.request_id.clone());
     }
 }
 
@@ -194,6 +221,52 @@ fn conditions(status: &mut NodeStatus, observed: &Observed<'_>, phase: NodePhase
             set(ConditionType::DuplicateHost, Some(false), "OneHost", "one host speaks with this identity");
         }
         None => {}
+    }
+    adoption_conditions(status, observed);
+}
+
+/// Conditions that a node has only since its control plane was put back.
+fn adoption_conditions(status: &mut NodeStatus, observed: &Observed<'_>) {
+    let generation = observed.node.metadata.generation;
+    let (quarantine, adoption) = (status.quarantine.clone(), status.adoption.clone());
+    let name = observed.node.metadata.name.as_deref().unwrap_or_default();
+    let mut set = |kind, value, reason: &str, message: &str| {
+        set_condition(&mut status.conditions, condition(kind, Some(value), reason, message, generation, &observed.now));
+    };
+    match (&quarantine, &adoption) {
+        (Some(quarantine), _) => {
+            let message = format!(
+                "{}; Instances that run there: {}. `kibo node adopt {name}` makes them their Workspaces' executions again, `kibo node adopt {name} --destroy` destroys them",
+                quarantine.message, quarantine.instances
+            );
+            set(ConditionType::Quarantined, true, "ControlPlaneWentBack", &message);
+        }
+        (None, Some(adoption)) => {
+            let message = format!(
+                "adopted with quarantine {}: executions taken back: {}, ended since the backup: {}",
+                adoption.quarantine, adoption.adopted, adoption.ended
+            );
+            set(ConditionType::Quarantined, false, "Adopted", &message);
+        }
+        (None, None) => {}
+    }
+    let Some(adoption) = adoption.filter(|adoption| adoption.unknown_count > 0) else { return };
+    let is_over = Some(adoption.incarnation) != status.incarnation;
+    let mut set = |value, reason: &str, message: &str| {
+        let new = condition(ConditionType::UnknownInstances, Some(value), reason, message, generation, &observed.now);
+        set_condition(&mut status.conditions, new);
+    };
+    match adoption.unknown {
+        _ if is_over => set(false, "NodeRestarted", "they ended with the life of the node that was adopted"),
+        UnknownInstances::Destroy => set(false, "Destroyed", "an admin ordered that they are destroyed"),
+        UnknownInstances::Keep => {
+            let message = format!(
+                "{} Instances belong to Workspaces that this control plane does not know, made after its backup; they run on, and nobody can reach them: {}. `kibo node adopt {name} --destroy-unknown` destroys them; their disks stay in the pools",
+                adoption.unknown_count,
+                adoption.unknown_instances.join(", ")
+            );
+            set(true, "NotInControlPlane", &message);
+        }
     }
 }
 

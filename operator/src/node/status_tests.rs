@@ -152,7 +152,7 @@ fn what_was_not_measured_stays_absent() {
 #[test]
 fn a_duplicate_is_shown_and_taken_back() {
     let mut node = node(Some(Admission::Admitted), |_| {});
-    let refused = Refused { reason: "DuplicateHost", message: "two hosts".into(), duplicate: true };
+    let refused = Refused { reason: "DuplicateHost", message: "two hosts".into(), duplicate: true, quarantine: None };
     let status = compute(&Observed { live: Some(live(false, None)), refused: Some(refused), ..observed(&node) });
     assert_eq!(condition_of(&status, ConditionType::DuplicateHost), ("True", "DuplicateHost"));
     assert_eq!(condition_of(&status, ConditionType::Ready).0, "True");

@@ -2,12 +2,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kibo_crds::{Bytes, Incarnation, InstanceId, Node, NodeId, ObjectUid, PoolId, Term, node::Admission};
-use kibo_protocol::{NodeKey, SecretHash, v1};
+use kibo_crds::{
+    Bytes, Incarnation, InstanceId, Node, NodeId, ObjectUid, PoolId, Term,
+    node::{Admission, AdoptionAction},
+};
+use kibo_protocol::{NodeKey, SecretHash, quarantine_id, v1};
 use v1::SessionRefusal as Refusal;
 
 use super::live::{Capacity, DeclaredPool};
-use crate::node::Facts;
+use crate::{leader::History, node::Facts};
 
 /// Labels that say something about Kubernetes or Kibotos itself are not the host's to give.
 const RESERVED_LABELS: [&str; 3] = ["kibotos.dev/", "kubernetes.io/", "k8s.io/"];
@@ -22,6 +25,8 @@ pub struct Hello {
     /// Absent: the node runs nothing and asks for a new one.
     pub incarnation: Option<Incarnation>,
     pub boot_id: String,
+    /// Which state directory speaks; empty: an older daemon.
+    pub home: String,
     pub version: String,
     pub capacity: Capacity,
     pub pools: Vec<DeclaredPool>,
@@ -31,6 +36,10 @@ pub struct Hello {
     pub cluster_id: String,
     pub highest_revision: u64,
     pub highest_term: Term,
+    /// The latest moment of the control plane's history that the node knows.
+    pub latest: Option<v1::Moment>,
+    /// Names what the node has seen, should this control plane not know it.
+    pub quarantine: String,
 }
 
 /// An Instance that the node has.
@@ -55,6 +64,7 @@ impl TryFrom<v1::Hello> for Hello {
     type Error = InvalidHello;
 
     fn try_from(hello: v1::Hello) -> Result<Self, InvalidHello> {
+        let quarantine = quarantine_id(&hello);
         let node: NodeId = hello.node_id.parse().map_err(|error| invalid(format!("{error}")))?;
         let key = NodeKey::from_bytes(&hello.node_key).map_err(|error| invalid(format!("node_key: {error}")))?;
         let instances = hello.instances.iter().map(running).collect::<Result<Vec<_>, _>>()?;
@@ -72,6 +82,7 @@ impl TryFrom<v1::Hello> for Hello {
             key,
             incarnation,
             boot_id: bounded("boot_id", hello.boot_id)?,
+            home: hello.home.chars().take(64).collect(),
             version: bounded("version", hello.version)?,
             capacity: hello.capacity.as_ref().map(Capacity::from).unwrap_or_default(),
             pools: declared_pools(&hello.pools)?,
@@ -80,6 +91,8 @@ impl TryFrom<v1::Hello> for Hello {
             cluster_id: hello.cluster_id,
             highest_revision: hello.highest_revision,
             highest_term: Term(hello.highest_term),
+            latest: hello.latest,
+            quarantine,
         })
     }
 }
@@ -158,6 +171,7 @@ fn host_labels(labels: std::collections::HashMap<String, String>) -> Result<BTre
 #[derive(Clone, Copy, Debug)]
 pub struct Existing<'a> {
     pub boot_id: &'a str,
+    pub home: &'a str,
     pub incarnation: Incarnation,
 }
 
@@ -169,6 +183,9 @@ pub struct Observed<'a> {
     pub existing: Option<Existing<'a>>,
     pub cluster_id: &'a str,
     pub term: Term,
+    pub history: &'a History,
+    /// What the node has, if it was asked: the highest incarnation that it ever lived.
+    pub inventoried: Option<Incarnation>,
     /// Revision of the control plane at that read, when it is a number.
     pub revision: Option<u64>,
 }
@@ -176,8 +193,18 @@ pub struct Observed<'a> {
 /// The answer to a Hello.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decision {
-    Refuse { reason: Refusal, message: String },
-    Admit { incarnation: Incarnation, minted: bool, replaces: bool },
+    Refuse {
+        reason: Refusal,
+        message: String,
+    },
+    /// An admin ordered what becomes of a node that is ahead: first it says what it has.
+    TakeInventory,
+    Admit {
+        incarnation: Incarnation,
+        minted: bool,
+        replaces: bool,
+        adopts: Option<AdoptionAction>,
+    },
 }
 
 fn refuse(reason: Refusal, message: impl Into<String>) -> Decision {
@@ -213,10 +240,10 @@ pub fn decide(hello: &Hello, observed: Observed<'_>) -> Decision {
     if node.status.as_ref().and_then(|status| status.admission) == Some(Admission::Revoked) {
         return refuse(Refusal::Revoked, "the enrollment of this node was revoked");
     }
-    if let Some(message) = went_back(hello, observed, facts) {
-        return refuse(Refusal::ControlPlaneWentBack, message);
+    match went_back(hello, observed, facts) {
+        Some(message) => ahead(node, hello, observed, facts, message),
+        None => session_of(hello, observed.existing, facts.incarnation.unwrap_or_default(), None),
     }
-    session_of(hello, observed.existing, facts)
 }
 
 fn has_key(node: &Node, key: &NodeKey) -> bool {
@@ -224,9 +251,28 @@ fn has_key(node: &Node, key: &NodeKey) -> bool {
     stored.and_then(|stored| stored.parse::<SecretHash>().ok()).is_some_and(|stored| stored == key.hash())
 }
 
+/// A node that is ahead gets no session before an admin has said what becomes of it.
+fn ahead(node: &Node, hello: &Hello, observed: Observed<'_>, facts: Facts, message: String) -> Decision {
+    let ordered = node.spec.adoption.as_ref().filter(|adoption| adoption.quarantine == hello.quarantine);
+    let Some(ordered) = ordered else { return refuse(Refusal::ControlPlaneWentBack, message) };
+    if ordered.action == AdoptionAction::Destroy && hello.incarnation.is_some() {
+        return refuse(
+            Refusal::Isolated,
+            "an admin ordered that what runs here is destroyed: destroy all Instances and come back without an incarnation",
+        );
+    }
+    let Some(highest) = observed.inventoried else { return Decision::TakeInventory };
+    // What this control plane has forgotten counts too: no number is used twice.
+    let newest = facts.incarnation.unwrap_or_default().max(highest);
+    session_of(hello, observed.existing, newest, Some(ordered.action))
+}
+
 /// How the node proves that this control plane forgot something: it was restored from a backup.
 fn went_back(hello: &Hello, observed: Observed<'_>, facts: Facts) -> Option<String> {
-    let advice = "nothing on the node is touched: find out whether the control plane was restored from a backup";
+    let advice = format!(
+        "nothing on the node is touched: when the control plane was restored from a backup, `kibo node adopt {}` takes what runs there back",
+        hello.node
+    );
     if !hello.cluster_id.is_empty() && hello.cluster_id != observed.cluster_id {
         return Some(format!(
             "the node belongs to cluster {}, this is cluster {}; {advice}",
@@ -238,6 +284,11 @@ fn went_back(hello: &Hello, observed: Observed<'_>, facts: Facts) -> Option<Stri
             "the node has obeyed a leader of term {}, this one has {}; {advice}",
             hello.highest_term, observed.term
         ));
+    }
+    if let Some(latest) = &hello.latest
+        && let Err(how) = observed.history.contains(latest)
+    {
+        return Some(format!("{how}; {advice}"));
     }
     if let Some(revision) = observed.revision
         && hello.highest_revision > revision
@@ -257,23 +308,29 @@ fn went_back(hello: &Hello, observed: Observed<'_>, facts: Facts) -> Option<Stri
 }
 
 /// Which session the node gets: a new life, its current one, or none, since another host has it.
-fn session_of(hello: &Hello, existing: Option<Existing<'_>>, facts: Facts) -> Decision {
+fn session_of(
+    hello: &Hello,
+    existing: Option<Existing<'_>>,
+    newest: Incarnation,
+    adopts: Option<AdoptionAction>,
+) -> Decision {
     if let Some(existing) = existing {
-        let same_life = existing.boot_id == hello.boot_id && hello.incarnation == Some(existing.incarnation);
+        let same_home = existing.home == hello.home || existing.home.is_empty() || hello.home.is_empty();
+        let same_life =
+            same_home && existing.boot_id == hello.boot_id && hello.incarnation == Some(existing.incarnation);
         if !same_life {
             return refuse(
                 Refusal::Duplicate,
                 format!(
-                    "another host (boot {}, incarnation {}) has a live session as this node; if this host was just restarted, that session ends by itself in a few seconds",
+                    "another daemon (boot {}, incarnation {}) has a live session as this node; if this host was just restarted, that session ends by itself in a few seconds",
                     existing.boot_id, existing.incarnation
                 ),
             );
         }
     }
     let replaces = existing.is_some();
-    let newest = facts.incarnation.unwrap_or_default();
     match hello.incarnation {
-        Some(incarnation) if incarnation == newest => Decision::Admit { incarnation, minted: false, replaces },
+        Some(incarnation) if incarnation == newest => Decision::Admit { incarnation, minted: false, replaces, adopts },
         Some(incarnation) => refuse(
             Refusal::Isolated,
             format!(
@@ -281,7 +338,7 @@ fn session_of(hello: &Hello, existing: Option<Existing<'_>>, facts: Facts) -> De
             ),
         ),
         None => match newest.next() {
-            Some(incarnation) => Decision::Admit { incarnation, minted: true, replaces },
+            Some(incarnation) => Decision::Admit { incarnation, minted: true, replaces, adopts },
             None => refuse(Refusal::InvalidHello, "this node has used up its incarnations: use a new node id"),
         },
     }
@@ -330,18 +387,27 @@ mod tests {
     }
 
     fn observed(node: Option<&Node>) -> Observed<'_> {
-        Observed { node, existing: None, cluster_id: CLUSTER, term: Term(5), revision: Some(100) }
+        static HISTORY: std::sync::LazyLock<History> = std::sync::LazyLock::new(History::default);
+        Observed {
+            node,
+            existing: None,
+            cluster_id: CLUSTER,
+            term: Term(5),
+            history: &HISTORY,
+            inventoried: None,
+            revision: Some(100),
+        }
     }
 
     fn reason(decision: &Decision) -> Option<Refusal> {
         match decision {
             Decision::Refuse { reason, .. } => Some(*reason),
-            Decision::Admit { .. } => None,
+            Decision::TakeInventory | Decision::Admit { .. } => None,
         }
     }
 
     fn admitted(incarnation: u64, minted: bool, replaces: bool) -> Decision {
-        Decision::Admit { incarnation: Incarnation(incarnation), minted, replaces }
+        Decision::Admit { incarnation: Incarnation(incarnation), minted, replaces, adopts: None }
     }
 
     #[test]
@@ -402,17 +468,22 @@ mod tests {
 
     #[test]
     fn only_the_same_life_replaces_a_live_session() {
-        for (boot_id, incarnation, expected) in [
-            ("boot-1", Some(3), None),
-            ("boot-2", Some(3), Some(Refusal::Duplicate)),
-            // A second daemon on the same host with a copied key and nothing of its own.
-            ("boot-1", None, Some(Refusal::Duplicate)),
-            ("boot-2", None, Some(Refusal::Duplicate)),
+        for (boot_id, home, incarnation, expected) in [
+            ("boot-1", "1-2", Some(3), None),
+            ("boot-1", "", Some(3), None),
+            ("boot-2", "1-2", Some(3), Some(Refusal::Duplicate)),
+            // A second daemon on the same host, with a copied state directory.
+            ("boot-1", "1-3", Some(3), Some(Refusal::Duplicate)),
+            // The same with a copied key and nothing of its own.
+            ("boot-1", "1-2", None, Some(Refusal::Duplicate)),
+            ("boot-2", "1-2", None, Some(Refusal::Duplicate)),
         ] {
             let node = node(Some(3), None, |_| {});
-            let existing = Existing { boot_id, incarnation: Incarnation(3) };
-            let decision =
-                decide(&hello(incarnation, |_| {}), Observed { existing: Some(existing), ..observed(Some(&node)) });
+            let existing = Existing { boot_id, home, incarnation: Incarnation(3) };
+            let decision = decide(
+                &hello(incarnation, |hello| hello.home = "1-2".into()),
+                Observed { existing: Some(existing), ..observed(Some(&node)) },
+            );
             assert_eq!(reason(&decision), expected, "{boot_id} {incarnation:?}");
             if expected.is_none() {
                 assert_eq!(decision, admitted(3, false, true));
@@ -436,6 +507,44 @@ mod tests {
             let node = node(Some(3), None, |_| {});
             let decision = decide(&hello(Some(3), change), observed(Some(&node)));
             assert_eq!(reason(&decision) == Some(Refusal::ControlPlaneWentBack), back, "case {index}: {decision:?}");
+        }
+    }
+
+    #[test]
+    fn a_node_that_is_ahead_is_admitted_as_an_admin_says_and_for_this_accident_alone() {
+        use AdoptionAction::{Adopt, Destroy};
+        let admit = |incarnation, minted, adopts| Decision::Admit {
+            incarnation: Incarnation(incarnation),
+            minted,
+            replaces: false,
+            adopts: Some(adopts),
+        };
+        for (ordered, same_accident, asked, inventoried, expected) in [
+            (Adopt, false, Some(5), None, Err(Refusal::ControlPlaneWentBack)),
+            (Destroy, false, Some(5), None, Err(Refusal::ControlPlaneWentBack)),
+            (Adopt, true, Some(5), None, Ok(Decision::TakeInventory)),
+            (Adopt, true, Some(5), Some(5), Ok(admit(5, false, Adopt))),
+            // Its host was booted meanwhile: the next life is above all that it lived.
+            (Adopt, true, None, Some(5), Ok(admit(6, true, Adopt))),
+            (Destroy, true, Some(5), None, Err(Refusal::Isolated)),
+            (Destroy, true, None, None, Ok(Decision::TakeInventory)),
+            (Destroy, true, None, Some(5), Ok(admit(6, true, Destroy))),
+        ] {
+            let hello = hello(asked, |hello| hello.highest_term = 9);
+            let node = node(Some(3), None, |node| {
+                node.spec.adoption = Some(kibo_crds::node::Adoption {
+                    quarantine: if same_accident { hello.quarantine.clone() } else { "q-0".into() },
+                    action: ordered,
+                    unknown: kibo_crds::node::UnknownInstances::Keep,
+                    request_id: None,
+                });
+            });
+            let inventoried = inventoried.map(Incarnation);
+            let decision = decide(&hello, Observed { inventoried, ..observed(Some(&node)) });
+            match expected {
+                Ok(expected) => assert_eq!(decision, expected, "{ordered:?} {asked:?} {inventoried:?}"),
+                Err(expected) => assert_eq!(reason(&decision), Some(expected), "{ordered:?} {asked:?}"),
+            }
         }
     }
 

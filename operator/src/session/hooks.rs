@@ -5,6 +5,8 @@ use kibo_crds::{Bytes, Incarnation, InstanceId, MilliCpu, NodeId, PoolId};
 use kibo_protocol::v1;
 use tonic::async_trait;
 
+use crate::evidence::Evidence;
+
 /// A step that could not be taken now, such as a read that timed out. The session server tries again
 /// with a backoff while the session lives.
 #[derive(Debug, thiserror::Error)]
@@ -17,6 +19,28 @@ impl Retry {
     }
 }
 
+/// What a quorum read says of an Instance.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Absence {
+    /// It is its Workspace's execution, or was just made so.
+    Holds,
+    /// Its Workspace has no such execution on this node.
+    NotExecution,
+    /// There is no Workspace with that uid.
+    NoWorkspace,
+}
+
+/// What came of an adoption.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Adopted {
+    /// Workspaces whose executions run on the node.
+    pub adopted: u32,
+    /// Workspaces that were taken for running there, and had ended.
+    pub ended: u32,
+    /// Instances of Workspaces that do not exist: id, namespace and name.
+    pub unknown: Vec<String>,
+}
+
 /// The executions that the control plane holds for a node.
 #[async_trait]
 pub trait DesiredSet: Send + Sync {
@@ -25,14 +49,17 @@ pub trait DesiredSet: Send + Sync {
     async fn desired(&self, node: &NodeId, incarnation: Incarnation) -> Result<Vec<v1::Desired>, Retry>;
 
     /// Whether a quorum read of the Workspace with this uid proves that this Instance is not its execution
-    /// on this node. `false`: it is, or was just made so; the Instance stays.
+    /// on this node.
     async fn proves_absent(
         &self,
         node: &NodeId,
         incarnation: Incarnation,
         instance: InstanceId,
         workspace_uid: &str,
-    ) -> Result<bool, Retry>;
+    ) -> Result<Absence, Retry>;
+
+    /// Makes what a node proved to have what its Workspaces and Volumes say, before its session is committed.
+    async fn adopt(&self, evidence: &Evidence) -> Result<Adopted, Retry>;
 
     /// The node came with this incarnation, which was committed: what older ones held is void.
     async fn incarnation_began(&self, node: &NodeId, incarnation: Incarnation);

@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    sync::{Mutex, MutexGuard},
+    sync::{Arc, Mutex, MutexGuard},
     time::{Duration, Instant},
 };
 
@@ -12,7 +12,10 @@ use kibo_protocol::v1::{self, to_node};
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
-use crate::node::{Live, Reported};
+use crate::{
+    leader::History,
+    node::{Live, Reported},
+};
 
 /// Messages that may wait for a node that does not read; one more ends the session.
 const OUTBOUND_QUEUE: usize = 1024;
@@ -87,6 +90,9 @@ pub struct State {
     pub last_assigned: Option<Instant>,
     /// Last sign of life, for the watchdog.
     pub heard_at: Instant,
+    /// The node did something since the renewal of the Lease with this time: it is to remember a later one, which
+    /// no backup contains that was made before.
+    pub owed: Option<u64>,
 }
 
 /// Why the operator ends a session; the node is told.
@@ -110,10 +116,14 @@ pub struct Session {
     pub node: NodeId,
     pub incarnation: Incarnation,
     pub boot_id: String,
+    pub home: String,
     pub version: String,
     pub started_at: Time,
     pub term: Term,
     pub capacity: Capacity,
+    /// After an adoption: that a Workspace does not exist is no proof that its Instance belongs to nobody.
+    pub spares_unknown: bool,
+    history: Arc<History>,
     /// The host's own; those that people gave the Node stand above them, in the state.
     host_labels: BTreeMap<String, String>,
     /// Cancelled when the session is over, for whatever reason.
@@ -131,6 +141,7 @@ pub struct NewSession {
     pub node: NodeId,
     pub incarnation: Incarnation,
     pub boot_id: String,
+    pub home: String,
     pub version: String,
     pub term: Term,
     pub capacity: Capacity,
@@ -138,6 +149,17 @@ pub struct NewSession {
     pub pools: Vec<DeclaredPool>,
     pub settings: Settings,
     pub settings_revision: u64,
+    pub spares_unknown: bool,
+    pub history: Arc<History>,
+}
+
+/// Whether it leaves something on the node that a backup from before does not know.
+fn is_act(message: &to_node::Message) -> bool {
+    use to_node::Message as M;
+    matches!(
+        message,
+        M::Go(_) | M::Stop(_) | M::TearDown(_) | M::EventAck(_) | M::DeleteObject(_) | M::ConfirmNotTaken(_)
+    )
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -154,10 +176,13 @@ impl Session {
             node: new.node,
             incarnation: new.incarnation,
             boot_id: new.boot_id,
+            home: new.home,
             version: new.version,
             started_at: Time(Timestamp::now()),
             term: new.term,
             capacity: new.capacity,
+            spares_unknown: new.spares_unknown,
+            history: new.history,
             host_labels: new.labels.clone(),
             over: CancellationToken::new(),
             outbound,
@@ -174,6 +199,7 @@ impl Session {
                 acknowledged: false,
                 last_assigned: None,
                 heard_at: now,
+                owed: None,
             }),
             ending: Mutex::default(),
             offers: Mutex::default(),
@@ -191,6 +217,9 @@ impl Session {
         if self.over.is_cancelled() {
             return false;
         }
+        if is_act(&message) {
+            self.state().owed.get_or_insert(self.history.renewed());
+        }
         let message = v1::ToNode { term: self.term.0, message: Some(message) };
         match self.outbound.try_send(message) {
             Ok(()) => true,
@@ -201,6 +230,28 @@ impl Session {
             }
             Err(mpsc::error::TrySendError::Closed(_)) => false,
         }
+    }
+
+    /// Tells the node a moment to remember, when it did something and the Lease was renewed since.
+    pub fn settle_moment(&self) {
+        let is_due = {
+            let mut state = self.state();
+            let is_due = state.owed.is_some_and(|since| self.history.renewed() > since);
+            if is_due {
+                state.owed = None;
+            }
+            is_due
+        };
+        if is_due {
+            self.send(to_node::Message::Moment(self.history.now()));
+        }
+    }
+
+    /// Now, for the HelloAck.
+    pub fn moment(&self) -> v1::Moment {
+        // The session itself was written after that renewal.
+        self.state().owed.get_or_insert(self.history.renewed());
+        self.history.now()
     }
 
     /// Ends the session; the node hears why. Only the first reason counts.

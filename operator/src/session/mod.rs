@@ -11,6 +11,7 @@ mod serve;
 mod server;
 
 pub use live::{Capacity, DeclaredPool, Settings};
+pub(crate) use open::spares_unknown;
 pub use open::{Leading, revision_of};
 pub use registry::{Accepted, CommandFailure, NoSession, NodeSnapshot, ObjectCommand, OfferFailure, Registry};
 pub use server::{ServerError, SessionServer};

@@ -2,7 +2,10 @@
 
 use std::{sync::Arc, time::Duration};
 
-use kibo_crds::{Incarnation, Node, NodeId, node::NodeStatus};
+use kibo_crds::{
+    Incarnation, Node, NodeId,
+    node::{AdoptionResult, NodeStatus, Quarantine, UnknownInstances},
+};
 use kibo_protocol::v1::{self, SessionRefusal};
 use kube::{Api, api::ListParams};
 use tokio::sync::mpsc;
@@ -13,12 +16,15 @@ use super::{
     live::{NewSession, Session},
 };
 use crate::{
+    evidence::Evidence,
     guarded::WriteError,
     node::{NodeControl, Refused, compute_status, effective_settings},
 };
 
 /// A host waits for it, and holds the place of others that come.
 const READ_WITHIN: Duration = Duration::from_secs(10);
+/// The status names so many of the Instances that belong to no known Workspace.
+const UNKNOWN_LISTED: usize = 32;
 /// Attempts to commit a session while others write the Node.
 const ATTEMPTS: usize = 8;
 
@@ -30,6 +36,13 @@ pub struct Leading {
     pub streams: Arc<dyn StreamAcceptor>,
 }
 
+/// What comes of a Hello that is not refused.
+pub enum Opening {
+    /// The node is to be adopted: ask it what it has, and open again.
+    TakeInventory,
+    Opened(Box<Opened>),
+}
+
 /// A committed session that is in the registry.
 pub struct Opened {
     pub session: Arc<Session>,
@@ -37,6 +50,8 @@ pub struct Opened {
     pub queue: mpsc::Receiver<v1::ToNode>,
     /// Revision of the control plane that this session's commit made at least.
     pub revision: u64,
+    /// The quarantine that ends with this session; empty when there was none.
+    pub adopts: String,
 }
 
 /// A session that does not come about, as the node is told.
@@ -68,7 +83,7 @@ pub async fn read_node(api: &Api<Node>, id: &NodeId) -> Result<(Option<Node>, Op
 }
 
 /// One Hello of a node at a time; everything in here is read after the Hello came.
-pub async fn open(leading: &Leading, hello: &Hello) -> Result<Opened, Refusal> {
+pub async fn open(leading: &Leading, hello: &Hello, inventory: Option<&v1::Inventory>) -> Result<Opening, Refusal> {
     let ctx = &leading.nodes.ctx;
     let lock = ctx.registry.opening(&hello.node);
     let _one_at_a_time = lock.lock().await;
@@ -81,29 +96,80 @@ pub async fn open(leading: &Leading, hello: &Hello) -> Result<Opened, Refusal> {
             hello,
             Observed {
                 node: node.as_ref(),
-                existing: existing
-                    .as_ref()
-                    .map(|session| Existing { boot_id: &session.boot_id, incarnation: session.incarnation }),
+                existing: existing.as_ref().map(|session| Existing {
+                    boot_id: &session.boot_id,
+                    home: &session.home,
+                    incarnation: session.incarnation,
+                }),
                 cluster_id: &ctx.cluster_id,
                 term: ctx.term,
+                history: &ctx.history,
+                inventoried: inventory.map(|inventory| Incarnation(inventory.highest_incarnation)),
                 revision,
             },
         );
-        let (incarnation, minted) = match decision {
+        let (incarnation, minted, adopts) = match decision {
             Decision::Refuse { reason, message } => return Err(refused(leading, hello, reason, message)),
-            Decision::Admit { incarnation, minted, .. } => (incarnation, minted),
+            Decision::TakeInventory => return Ok(Opening::TakeInventory),
+            Decision::Admit { incarnation, minted, adopts, .. } => (incarnation, minted, adopts),
         };
         let Some(node) = node else { continue };
+        let adoption = match (adopts, inventory) {
+            (Some(_), Some(inventory)) => Some(adopt(leading, hello, &node, incarnation, inventory).await?),
+            _ => None,
+        };
         if let Some(old) = existing {
             ctx.registry.remove(&old);
             old.end(SessionRefusal::Replaced, "a newer session of the same life took over");
             leading.streams.session_ended(&hello.node);
         }
-        if let Some(opened) = commit(leading, hello, &node, revision, incarnation, minted).await? {
-            return Ok(opened);
+        let admitted = Admitted { incarnation, minted, adoption };
+        if let Some(opened) = commit(leading, hello, &node, revision, admitted).await? {
+            return Ok(Opening::Opened(Box::new(opened)));
         }
     }
     Err(Refusal::new(SessionRefusal::NotLeader, format!("Node {} changes too often, try again", hello.node)))
+}
+
+/// What the decision to admit says.
+struct Admitted {
+    incarnation: Incarnation,
+    minted: bool,
+    adoption: Option<AdoptionResult>,
+}
+
+/// Brings what the node proved to have into the Workspaces and Volumes. Idempotent, and before the session: when it
+/// stops half-way the node is still in quarantine, and all of it is decided anew.
+async fn adopt(
+    leading: &Leading,
+    hello: &Hello,
+    node: &Node,
+    incarnation: Incarnation,
+    inventory: &v1::Inventory,
+) -> Result<AdoptionResult, Refusal> {
+    let back = |message: String| Refusal::new(SessionRefusal::ControlPlaneWentBack, message);
+    let Some(ordered) = node.spec.adoption.clone() else { return Err(back("the adoption was taken back".into())) };
+    let evidence = Evidence::read(&hello.node, incarnation, inventory)
+        .map_err(|error| back(format!("what the node says that it has makes no sense: {error}")))?;
+    let adopted = leading.desired.adopt(&evidence).await.map_err(|retry| {
+        Refusal::new(SessionRefusal::NotLeader, format!("the adoption is not finished, try again: {retry}"))
+    })?;
+    tracing::warn!(
+        node = %hello.node, quarantine = hello.quarantine, action = ?ordered.action, adopted = adopted.adopted,
+        ended = adopted.ended, unknown = ?adopted.unknown, "the node was adopted"
+    );
+    Ok(AdoptionResult {
+        quarantine: ordered.quarantine,
+        incarnation,
+        action: ordered.action,
+        unknown: ordered.unknown,
+        request_id: ordered.request_id,
+        adopted: adopted.adopted,
+        ended: adopted.ended,
+        unknown_count: u32::try_from(adopted.unknown.len()).unwrap_or(u32::MAX),
+        unknown_instances: adopted.unknown.into_iter().take(UNKNOWN_LISTED).collect(),
+        finished_at: crate::workspace::world::now(),
+    })
 }
 
 /// Writes the session and enters it. `None`: somebody else wrote the Node first (an isolation, perhaps).
@@ -112,15 +178,24 @@ async fn commit(
     hello: &Hello,
     node: &Node,
     revision: Option<u64>,
-    incarnation: Incarnation,
-    minted: bool,
+    admitted: Admitted,
 ) -> Result<Option<Opened>, Refusal> {
     let ctx = &leading.nodes.ctx;
+    let Admitted { incarnation, minted, adoption } = admitted;
+    let adopts = adoption.as_ref().map(|adoption| adoption.quarantine.clone()).unwrap_or_default();
+    let mut node = node.clone();
+    let status = node.status.get_or_insert_default();
+    status.incarnation = Some(incarnation);
+    if adoption.is_some() {
+        status.adoption = adoption;
+    }
+    let node = &node;
     let (session, queue) = Session::new(NewSession {
         id: ulid::Ulid::new().to_string().to_ascii_lowercase(),
         node: hello.node.clone(),
         incarnation,
         boot_id: hello.boot_id.clone(),
+        home: hello.home.clone(),
         version: hello.version.clone(),
         term: ctx.term,
         capacity: hello.capacity,
@@ -128,6 +203,8 @@ async fn commit(
         pools: hello.pools.clone(),
         settings: effective_settings(&node.spec, &ctx.overcommit.get()),
         settings_revision: revision.unwrap_or_default() + 1,
+        spares_unknown: spares_unknown(node),
+        history: ctx.history.clone(),
     });
     session.relabel(node.metadata.labels.as_ref());
     let status = status_with(leading, node, &session);
@@ -147,14 +224,23 @@ async fn commit(
     ctx.nodes.touch(&hello.node);
     let committed_at = revision_of(committed.metadata.resource_version.as_deref());
     tracing::info!(node = %hello.node, session = session.id, %incarnation, minted, version = hello.version, "session opened");
-    Ok(Some(Opened { session, queue, revision: committed_at.max(revision).unwrap_or_default() }))
+    Ok(Some(Opened { session, queue, revision: committed_at.max(revision).unwrap_or_default(), adopts }))
+}
+
+/// Since an adoption of this life, that there is no Workspace proves nothing: it may be one that was made after the
+/// backup. An admin may say that such Instances are to go.
+pub fn spares_unknown(node: &Node) -> bool {
+    let Some(status) = &node.status else { return false };
+    status.adoption.as_ref().is_some_and(|adoption| {
+        let ordered = node.spec.adoption.as_ref().filter(|ordered| ordered.quarantine == adoption.quarantine);
+        let unknown = ordered.map_or(adoption.unknown, |ordered| ordered.unknown);
+        Some(adoption.incarnation) == status.incarnation && unknown == UnknownInstances::Keep
+    })
 }
 
 /// The status that the commit writes: this session is the node's.
 fn status_with(leading: &Leading, node: &Node, session: &Session) -> NodeStatus {
-    let mut node = node.clone();
-    node.status.get_or_insert_default().incarnation = Some(session.incarnation);
-    let observed = leading.nodes.observe(&session.node, &node);
+    let observed = leading.nodes.observe(&session.node, node);
     compute_status(&crate::node::Observed { live: Some(session.view()), refused: None, orphaned: false, ..observed })
 }
 
@@ -170,7 +256,14 @@ fn refused(leading: &Leading, hello: &Hello, reason: SessionRefusal, message: St
     if let Some(shown) = shown {
         let ctx = &leading.nodes.ctx;
         let duplicate = reason == SessionRefusal::Duplicate;
-        ctx.registry.note_refusal(&hello.node, Refused { reason: shown, message: message.clone(), duplicate });
+        let quarantine = (reason == SessionRefusal::ControlPlaneWentBack).then(|| Quarantine {
+            id: hello.quarantine.clone(),
+            message: message.chars().take(1024).collect(),
+            instances: u32::try_from(hello.instances.iter().filter(|it| !it.ended).count()).unwrap_or(u32::MAX),
+            since: crate::workspace::world::now(),
+        });
+        let refused = Refused { reason: shown, message: message.clone(), duplicate, quarantine };
+        ctx.registry.note_refusal(&hello.node, refused);
         ctx.nodes.touch(&hello.node);
     }
     Refusal::new(reason, message)

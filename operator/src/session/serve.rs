@@ -10,14 +10,17 @@ use tonic::{Status, Streaming};
 
 use super::{
     hello::{Hello, Running, declared_pools},
+    hooks::Absence,
     lanes,
     live::{OfferAnswer, Session},
-    open::{Leading, Opened, Refusal, open, read_node},
+    open::{Leading, Opened, Opening, Refusal, open, read_node},
 };
 use crate::node::compute_status;
 
 /// A node confirms settings as soon as its admission uses them.
 const CONFIRMED_WITHIN: Duration = Duration::from_secs(5);
+/// A node reads every record of its pools for it.
+const INVENTORY_WITHIN: Duration = Duration::from_secs(60);
 /// Events that wait to be taken in; the node keeps them all until they are acked.
 const EVENT_QUEUE: usize = 4096;
 /// Attempts to compute the desired set before the session is given up.
@@ -38,13 +41,22 @@ pub async fn refuse(wire: &Wire, term: u64, refusal: Refusal) {
 pub async fn serve(
     leading: Arc<Leading>,
     hello: Hello,
-    inbound: Streaming<FromNode>,
+    mut inbound: Streaming<FromNode>,
     wire: Wire,
     in_flight: OwnedSemaphorePermit,
 ) {
     let term = leading.nodes.ctx.term.0;
-    let opened = match open(&leading, &hello).await {
-        Ok(opened) => opened,
+    let mut opened = open(&leading, &hello, None).await;
+    if let Ok(Opening::TakeInventory) = opened {
+        opened = match take_inventory(&hello, term, &mut inbound, &wire).await {
+            Ok(inventory) => open(&leading, &hello, Some(&inventory)).await,
+            Err(message) => Err(Refusal::new(SessionRefusal::ControlPlaneWentBack, message)),
+        };
+    }
+    let opened = match opened {
+        Ok(Opening::Opened(opened)) => *opened,
+        // Asked once, and answered.
+        Ok(Opening::TakeInventory) => return,
         Err(refusal) => {
             tracing::warn!(node = %hello.node, reason = refusal.reason.as_str_name(), message = refusal.message, "session refused");
             return refuse(&wire, term, refusal).await;
@@ -69,6 +81,33 @@ pub async fn serve(
     mark_ended(&leading, &session).await;
 }
 
+/// Asks a node that is to be adopted for everything that it has.
+async fn take_inventory(
+    hello: &Hello,
+    term: u64,
+    inbound: &mut Streaming<FromNode>,
+    wire: &Wire,
+) -> Result<v1::Inventory, String> {
+    let ask = v1::TakeInventory { quarantine_id: hello.quarantine.clone() };
+    let gone = || "the session ended before the node said what it has".to_owned();
+    wire.send(Ok(ToNode { term, message: Some(to_node::Message::TakeInventory(ask)) })).await.map_err(|_| gone())?;
+    let answer = tokio::time::timeout(INVENTORY_WITHIN, inbound.message()).await;
+    match answer {
+        Ok(Ok(Some(FromNode { message: Some(from_node::Message::Inventory(inventory)) }))) => {
+            if inventory.quarantine_id != hello.quarantine {
+                return Err("the node has seen something in between: it is asked again".to_owned());
+            }
+            if !inventory.problem.is_empty() {
+                return Err(format!("the node cannot say what it has: {}", inventory.problem));
+            }
+            Ok(inventory)
+        }
+        Ok(Ok(Some(_))) => Err("the node did not say what it has, but something else".to_owned()),
+        Ok(Ok(None) | Err(_)) => Err(gone()),
+        Err(_) => Err("the node did not say in time what it has: a storage pool may hang".to_owned()),
+    }
+}
+
 /// Sends the HelloAck before anything else. Gives back the Instances that are to run.
 async fn acknowledge(leading: &Leading, opened: &Opened, wire: &Wire) -> Option<Vec<String>> {
     let session = &opened.session;
@@ -81,6 +120,8 @@ async fn acknowledge(leading: &Leading, opened: &Opened, wire: &Wire) -> Option<
         revision: opened.revision,
         settings: Some(session.acknowledge()),
         desired,
+        moment: Some(session.moment()),
+        adopts: opened.adopts.clone(),
     };
     let message = ToNode { term: session.term.0, message: Some(to_node::Message::HelloAck(ack)) };
     wire.send(Ok(message)).await.ok()?;
@@ -136,6 +177,7 @@ async fn read(leading: &Arc<Leading>, session: &Arc<Session>, mut inbound: Strea
                 return;
             }
             _ = tick.tick() => {
+                session.settle_moment();
                 if session.unconfirmed_for().is_some_and(|waited| waited > confirmed_within) {
                     tracing::warn!(node = %session.node, session = session.id, "the node did not confirm its settings: the session ends and they are sent again with the next one");
                     return;
@@ -172,6 +214,9 @@ async fn handle(
     match message {
         from_node::Message::Hello(_) => {
             tracing::warn!(node = %session.node, "a second hello in one session is ignored");
+        }
+        from_node::Message::Inventory(_) => {
+            tracing::warn!(node = %session.node, "an inventory that nobody asked for is ignored");
         }
         from_node::Message::Accept(accept) => {
             session.answer_offer(&accept.offer_id, OfferAnswer::Accepted);
@@ -282,7 +327,11 @@ async fn is_proven_absent(
     let mut pause = Duration::from_millis(200);
     loop {
         match leading.desired.proves_absent(&session.node, incarnation, instance, workspace_uid).await {
-            Ok(absent) => return absent,
+            Ok(Absence::NoWorkspace) if session.spares_unknown => {
+                tracing::warn!(node = %session.node, %instance, workspace_uid, "an Instance whose Workspace is not known goes on, as its adoption says");
+                return false;
+            }
+            Ok(absence) => return absence != Absence::Holds,
             Err(retry) => {
                 tracing::warn!(node = %session.node, %instance, %retry, "cannot prove yet whether an Instance belongs to the node");
             }

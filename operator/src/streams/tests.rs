@@ -29,6 +29,7 @@ fn shop() -> Shop {
         node: node(),
         incarnation: INCARNATION,
         boot_id: String::new(),
+        home: String::new(),
         version: String::new(),
         term: Term(1),
         capacity: Capacity::default(),
@@ -36,6 +37,8 @@ fn shop() -> Shop {
         pools: Vec::new(),
         settings: Settings { drain: false, slots: None, cpu: ratio, memory: ratio },
         settings_revision: 1,
+        spares_unknown: false,
+        history: Arc::default(),
     });
     let sessions = Registry::default();
     sessions.insert(Arc::new(session));

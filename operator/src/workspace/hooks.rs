@@ -8,6 +8,7 @@ use kube::{ResourceExt as _, api::ListParams};
 use tonic::async_trait;
 
 use super::{
+    adopting,
     decide::running::stop_mode,
     draft::Outcome,
     event, launch,
@@ -16,8 +17,9 @@ use super::{
 };
 use crate::{
     cache::Key,
+    evidence::Evidence,
     guarded::WriteError,
-    session::hooks::{DesiredSet, EventIngest, NodeUsage, PoolUsage, Retry, Usage},
+    session::hooks::{Absence, Adopted, DesiredSet, EventIngest, NodeUsage, PoolUsage, Retry, Usage},
 };
 
 /// Conflicts in a row before the session tries again later.
@@ -42,10 +44,10 @@ impl DesiredSet for Hooks {
         _incarnation: Incarnation,
         instance: InstanceId,
         workspace_uid: &str,
-    ) -> Result<bool, Retry> {
+    ) -> Result<Absence, Retry> {
         let world = &self.0;
         if world.ledger.is_starting(instance) {
-            return Ok(false);
+            return Ok(Absence::Holds);
         }
         let holds = |workspace: &Workspace| {
             let execution = workspace.status.as_ref().and_then(|status| status.execution.as_ref());
@@ -54,14 +56,22 @@ impl DesiredSet for Hooks {
         if let Some(known) = world.workspaces.by_uid(workspace_uid) {
             let key = Key::of(&*known);
             world.refresh_workspace(&key).await.map_err(Retry::because)?;
-            return Ok(!world.workspaces.by_uid(workspace_uid).is_some_and(|workspace| holds(&workspace)));
+            return Ok(match world.workspaces.by_uid(workspace_uid) {
+                Some(workspace) if holds(&workspace) => Absence::Holds,
+                Some(_) => Absence::NotExecution,
+                None => Absence::NoWorkspace,
+            });
         }
         // No Workspace with this uid: then none may name the Instance at all.
         let _turn = world.turn().await;
         let params = ListParams::default().fields(&format!("status.execution.instanceId={instance}"));
         let api: kube::Api<Workspace> = kube::Api::all(world.ctx.client.clone());
         let found = api.list(&params).await.map_err(Retry::because)?;
-        Ok(!found.items.iter().any(holds))
+        Ok(if found.items.iter().any(holds) { Absence::Holds } else { Absence::NoWorkspace })
+    }
+
+    async fn adopt(&self, evidence: &Evidence) -> Result<Adopted, Retry> {
+        adopting::adopt(&self.0, evidence).await
     }
 
     async fn incarnation_began(&self, node: &NodeId, _incarnation: Incarnation) {

@@ -4,6 +4,8 @@
 //! leader that takes over between any two steps goes on where the last one stopped. [`event`] says what
 //! the word of a node changes. The rest of the room carries that out.
 
+pub mod adopt;
+mod adopting;
 pub mod commit;
 mod controller;
 pub mod decide;

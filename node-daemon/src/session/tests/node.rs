@@ -57,6 +57,15 @@ impl InstanceControl for Noted {
         self.problems.lock().unwrap().get(&instance).cloned()
     }
 
+    fn inventory(&self) -> Result<Vec<Inventoried>, String> {
+        let known = |summary: &Summary| Inventoried {
+            launch: v1::Launch { instance_id: summary.id.to_string(), ..v1::Launch::default() },
+            state: summary.state,
+            available: true,
+        };
+        Ok(self.running.lock().unwrap().values().map(known).collect())
+    }
+
     async fn start(&self, launch: Launch) {
         self.run(launch.instance());
         self.note(format!("start {}", launch.instance()));

@@ -146,6 +146,7 @@ pub fn ack(incarnation: u64, desired: Vec<v1::Desired>) -> to_node::Message {
         revision: 1,
         settings: Some(settings(1)),
         desired,
+        ..v1::HelloAck::default()
     })
 }
 

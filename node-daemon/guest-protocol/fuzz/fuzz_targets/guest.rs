@@ -1,0 +1,74 @@
+//! A host that says anything to the agent's end of the channel: newer, dead in the middle of a word, or several of them
+//! one after the other. It must not panic, and nothing of a connection that is gone may be said to the next one.
+#![no_main]
+
+mod input;
+
+use input::Input;
+use kibo_guest_protocol::{
+    GuestConnection, GuestEvent, Nonce,
+    frame::{self, Decoder, Direction},
+    v1::{self, host_message},
+};
+use libfuzzer_sys::fuzz_target;
+use prost::Message as _;
+
+fuzz_target!(|data: &[u8]| {
+    let mut connection = GuestConnection::default();
+    let mut input = Input(data);
+    let mut current = None;
+    while !input.is_empty() {
+        step(&mut connection, &mut input);
+        while let Some(event) = connection.next_event() {
+            match event {
+                GuestEvent::Connected(hello) => {
+                    current = Some(Nonce::new(hello.nonce));
+                    connection.reply(v1::HelloReply::default());
+                }
+                GuestEvent::HelloAgain(hello) => assert_eq!(current, Some(Nonce::new(hello.nonce))),
+                GuestEvent::Message(_) => assert!(connection.is_connected(), "a word of nobody"),
+            }
+        }
+        check_outgoing(&mut connection, current);
+    }
+});
+
+fn step(connection: &mut GuestConnection, input: &mut Input<'_>) {
+    match input.byte() % 6 {
+        0 => connection.receive(input.bytes()),
+        1 => {
+            let nonce = Nonce::new(u64::from(input.byte() % 3));
+            receive(connection, nonce, input.bytes());
+        }
+        2 => {
+            let nonce = u64::from(input.byte() % 3);
+            say(connection, Nonce::new(nonce), v1::Hello { nonce, ..v1::Hello::default() });
+        }
+        3 => say(connection, Nonce::new(u64::from(input.byte() % 3)), v1::Ping::default()),
+        4 => connection.hang_up(),
+        _ => {
+            let data = vec![0; usize::from(input.byte()) * 101];
+            connection.send(v1::LogData { data, ..v1::LogData::default() }).expect("it is short");
+        }
+    }
+}
+
+fn receive(connection: &mut GuestConnection, nonce: Nonce, payload: &[u8]) {
+    let mut wire = Vec::new();
+    frame::encode(Direction::FromHost, nonce, payload, &mut wire).expect("it is short");
+    connection.receive(&wire);
+}
+
+fn say(connection: &mut GuestConnection, nonce: Nonce, kind: impl Into<host_message::Kind>) {
+    let message = v1::HostMessage { kind: Some(kind.into()) };
+    receive(connection, nonce, &message.encode_to_vec());
+}
+
+/// All that is said is said to the newest host.
+fn check_outgoing(connection: &mut GuestConnection, current: Option<Nonce>) {
+    let mut decoder = Decoder::new(Direction::FromGuest);
+    decoder.feed(connection.outgoing(), |frame| assert_eq!(Some(frame.nonce), current, "said to another host"));
+    assert_eq!(decoder.broken(), 0, "what is said can be read");
+    assert!(connection.is_connected() || connection.outgoing().is_empty(), "said to nobody");
+    connection.written(connection.outgoing().len());
+}
