@@ -21,7 +21,7 @@ use kibo_crds::{Volume, Workspace, WorkspaceTombstone};
 use kibo_e2e::local::process::virtual_machines;
 use kibo_e2e::local::{Component, cgroups_of};
 use kibo_e2e::suite::failpoints::Failpoints;
-use kibo_e2e::suite::{Place, Suite, eventually, execution, is_available, phase_of};
+use kibo_e2e::suite::{Place, Suite, eventually, execution, is_available, phase_of, why};
 use kibo_failpoint::Action;
 use kube::ResourceExt as _;
 use kube::api::{DeleteParams, ListParams};
@@ -334,16 +334,31 @@ async fn daemon_dies_in_its_session(place: Arc<Place>) -> Result<()> {
     let lives = Lives::new(&place, &[node], &daemon, daemon.clone())?;
     template(&place).await?;
     let volume = json!({"volume": {"new": {"size": "16Mi"}, "mountPath": "/data"}});
+    let gone = async || Ok(place.cluster().process(&daemon).is_none().then_some(()));
+    let dies = async || eventually("the daemon dies", LIMIT, gone).await;
     for point in ["offer-decided", "go-received"] {
         lives.points.arm(&[point], Action::Abort)?;
         place.create_workspace(point, volume.clone()).await?;
-        let gone = async || Ok(place.cluster().process(&daemon).is_none().then_some(()));
-        eventually("the daemon dies", LIMIT, gone).await?;
+        dies().await?;
         ensure!(lives.points.clear()? == BTreeSet::from([point.to_owned()]));
         place.cluster().start(&daemon).await?;
         lives.run(&[point.to_owned()], 1).await.context(point)?;
     }
+    // The end of an entrypoint is told, also by a daemon that does not know any more whether it was.
+    let mut exits = place.template();
+    let name = format!("{}-exits", place.template_name());
+    exits["metadata"]["name"] = json!(name);
+    exits["spec"]["entrypoint"] = json!({"command": ["/bin/sh", "-c", "exit 3"]});
+    place.create(exits).await?;
+    lives.points.arm(&["exit-told"], Action::Abort)?;
+    place.create_workspace("exits", json!({"template": name})).await?;
+    dies().await?;
+    lives.points.clear()?;
+    place.cluster().start(&daemon).await?;
+    let told = |it: &Workspace| why(it).starts_with("EntrypointExited: ") && why(it).contains("exit status 3");
+    place.workspace("exits", "says how its entrypoint ended", LIMIT.as_secs(), told).await?;
+
     let phases: Vec<_> = place.api::<Workspace>().list(&ListParams::default()).await?.iter().map(phase_of).collect();
-    ensure!(phases == [Some(WorkspacePhase::Available); 2], "{phases:?}");
+    ensure!(phases == [Some(WorkspacePhase::Available); 3], "{phases:?}");
     Ok(())
 }

@@ -57,6 +57,9 @@ pub struct Task {
     boot_id: String,
     /// Stores the Available event: nothing may wait for that, least of all an order to stop.
     storing: Option<JoinHandle<()>>,
+    /// An end of the entrypoint that was heard before that event is stored: told before it, it would say nothing to
+    /// anybody.
+    exited_meanwhile: Option<guest::EntrypointState>,
 }
 
 /// Runs an Instance on its own.
@@ -116,6 +119,7 @@ impl Task {
             last_exit: None,
             boot_id: String::new(),
             storing: None,
+            exited_meanwhile: None,
         }
     }
 
@@ -284,6 +288,10 @@ impl Task {
             Some(Restarting(restarting)) => (restarting.status.clone(), true),
             _ => return,
         };
+        if !self.record.available {
+            self.exited_meanwhile = Some(state.clone());
+            return;
+        }
         let number = state.restarts.saturating_add(1);
         // An agent waits a second before it starts the entrypoint again; what comes faster is none, and each is a write
         // to the host's disk.
@@ -378,6 +386,11 @@ impl Task {
         self.storing = None;
         if let Err(ending) = self.remember(|record| record.available = true).await {
             tracing::warn!(instance = %self.launch.instance(), problem = ending.message, "an event may come twice");
+            // In memory it is so all the same.
+            self.record.available = true;
+        }
+        if let Some(state) = self.exited_meanwhile.take() {
+            self.entrypoint_ended(&state).await;
         }
         None
     }
