@@ -11,6 +11,7 @@ use k8s_openapi::NamespaceResourceScope;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Status};
 use kibo_crds::workspace::WorkspacePhase;
 use kibo_e2e::local::Component;
+use kibo_e2e::suite::program::Program;
 use kibo_e2e::suite::{Place, STOP, Suite, eventually};
 use kube::api::{Api, AttachParams, AttachedProcess, LogParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
@@ -201,6 +202,74 @@ async fn rights(place: Arc<Place>) -> Result<()> {
     };
     log("editor").await??;
     ensure!(refused(log("viewer").await?)?.0 == 403);
+    files_and_ports(&place).await
+}
+
+/// The same for files, where reading and writing are two rights, and for ports; the audit log names who.
+async fn files_and_ports(place: &Place) -> Result<()> {
+    let read_files = json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role",
+        "metadata": {"name": "read-files", "namespace": place.namespace()},
+        "rules": [{"apiGroups": ["subresources.kibotos.dev"], "resources": ["workspaces/files"], "verbs": ["get"]}],
+    });
+    place.kubectl_with(&["apply", "-f", "-"], &read_files.to_string()).await?.ok()?;
+    for role in ["--clusterrole=view", "--role=read-files"] {
+        place
+            .kubectl(&["create", "rolebinding", role.trim_start_matches('-'), role, "--user", "reader"])
+            .await?
+            .ok()?;
+    }
+    let directory = tempfile::tempdir()?;
+    let here = directory.path().join("passwd").display().to_string();
+    let cp = async |user: &str, from: &str, to: &str| place.kibo(&["workspace", "cp", from, to, "--as", user]).await;
+    eventually("the reader may read", Duration::from_secs(10), || async {
+        Ok(Some(cp("reader", "w:/etc/passwd", &here).await?.ok()?))
+    })
+    .await?;
+    cp("editor", &here, "w:/root/passwd").await?.ok()?;
+    for (user, from, to, verb) in
+        [("reader", here.as_str(), "w:/root/x", "update"), ("viewer", "w:/etc/passwd", here.as_str(), "get")]
+    {
+        let ran = cp(user, from, to).await?;
+        let says = ran.stderr.contains(&format!("cannot {verb} resource \"workspaces/files\""));
+        ensure!(ran.code == 11 && says, "{user}: {ran:?}");
+    }
+
+    let forward = |user: &str| {
+        let mut args = vec!["workspace", "port-forward", "w", ":9", "--address", "127.0.0.1"];
+        args.extend(["--as", user]);
+        Program::start(place.kibo_command(&args))
+    };
+    for (user, says) in [("editor", "refused"), ("viewer", "cannot get resource \"workspaces/portforward\"")] {
+        let program = forward(user)?;
+        program.says("-> 9").await?;
+        let line = String::from_utf8(program.stdout())?;
+        let port: u16 = line.split([':', ' ']).find_map(|word| word.parse().ok()).context("a port")?;
+        let mut socket = tokio::net::TcpStream::connect(("127.0.0.1", port)).await?;
+        // Nobody listens in the guest, or nobody may ask: it ends either way.
+        let _ = socket.read(&mut [0]).await;
+        program.remarks(says).await?;
+    }
+
+    let ask = ["auth", "can-i", "create", "workspaces.subresources.kibotos.dev", "--subresource", "exec", "--as"];
+    for (user, answer) in [("editor", "yes"), ("viewer", "no")] {
+        let said = place.kubectl(&[&ask[..], &[user]].concat()).await?;
+        ensure!(said.stdout.trim() == answer, "{user}: {said:?}");
+    }
+    let audit = std::fs::read_to_string(place.cluster().layout().audit_log())?;
+    let entries = audit.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
+    let ours = entries.filter(|entry| entry["objectRef"]["namespace"] == place.namespace());
+    let done: std::collections::BTreeSet<String> = ours
+        .filter(|entry| entry["objectRef"]["apiGroup"] == "subresources.kibotos.dev")
+        .filter_map(|entry| {
+            let who = entry["impersonatedUser"]["username"].as_str()?;
+            Some(format!("{who} {} {}", entry["verb"].as_str()?, entry["objectRef"]["subresource"].as_str()?))
+        })
+        .collect();
+    for line in ["editor get exec", "editor get files", "editor get portforward", "reader get files", "editor get log"]
+    {
+        ensure!(done.contains(line), "the audit log does not show {line:?} but {done:?}");
+    }
     Ok(())
 }
 
@@ -300,6 +369,9 @@ async fn logs(place: Arc<Place>) -> Result<()> {
 
     let tail = api.logs("w", &LogParams { tail_lines: Some(2), ..LogParams::default() }).await?;
     ensure!(tail == "second\nthird\n", "{tail:?}");
+    let path = format!("/apis/subresources.kibotos.dev/v1alpha1/namespaces/{}/workspaces/w/log", place.namespace());
+    let raw = place.kubectl(&["get", "--raw", &format!("{path}?tailLines=1")]).await?.ok()?;
+    ensure!(raw == "third\n", "{raw:?}");
 
     place.power("w", json!({"state": "Stopped"})).await?;
     place.phase("w", WorkspacePhase::Stopped, STOP).await?;

@@ -158,7 +158,7 @@ async fn signals(place: Arc<Place>) -> Result<()> {
 fn tree(root: &Path) -> Result<()> {
     fs::create_dir_all(root.join("deep/er"))?;
     fs::create_dir(root.join("empty"))?;
-    let random: Vec<u8> = (0..5_u32 << 20).map(|at| (at.wrapping_mul(2_246_822_519) >> 23) as u8).collect();
+    let random: Vec<u8> = (0..5_u32 << 20).map(|at| (at.wrapping_mul(2_246_822_519) >> 24) as u8).collect();
     fs::write(root.join("deep/er/large"), random)?;
     fs::write(root.join("program"), "#!/bin/sh\necho ran\n")?;
     fs::set_permissions(root.join("program"), fs::Permissions::from_mode(0o750))?;
