@@ -110,13 +110,16 @@ impl Log<'_> {
                 let opened = self.open(&query).await;
                 match opened {
                     Ok(log) => {
-                        (is_first, pause) = (false, PAUSE);
+                        is_first = false;
                         if std::mem::take(&mut was_told) {
                             remark("the log goes on");
                         }
-                        match self.read(log, &mut follower, &mut changes, node.as_ref()).await? {
-                            Ended::Whole => {}
-                            Ended::Broken(error) => was_told = tell(&error, false),
+                        let (was_new, ended) = self.read(log, &mut follower, &mut changes, node.as_ref()).await?;
+                        if was_new {
+                            pause = PAUSE;
+                        }
+                        if let Ended::Broken(error) = ended {
+                            was_told = tell(&error, false);
                         }
                     }
                     Err(error) if is_first || !may_pass(error.kind) => return Err(error),
@@ -125,7 +128,11 @@ impl Log<'_> {
                 if changes.borrow().is_gone || self.is_gone(workspace).await {
                     return Ok(());
                 }
-                sleep(pause).await;
+                // The log of a Workspace that is stopped ends at once, until it starts again.
+                tokio::select! {
+                    () = sleep(pause) => {}
+                    _ = changes.changed() => {}
+                }
                 pause = (pause * 2).min(LONGEST_PAUSE);
                 query = with_times(match follower.reopen() {
                     Some(time) => vec![("follow", "true".to_owned()), ("sinceTime", time.to_string())],
@@ -145,14 +152,15 @@ impl Log<'_> {
         Ok(())
     }
 
-    /// Prints what comes until it breaks off, or is on another node.
+    /// Prints what comes until it breaks off, or is on another node; whether there was anything.
     async fn read(
         &self,
         mut log: impl futures::AsyncRead + Unpin,
         follower: &mut Follower,
         changes: &mut watch::Receiver<Seen>,
         node: Option<&NodeId>,
-    ) -> Result<Ended> {
+    ) -> Result<(bool, Ended)> {
+        let mut was_new = false;
         let mut stdout = tokio::io::stdout();
         let (mut buffer, mut out) = (vec![0; 64 * 1024], Vec::new());
         loop {
@@ -160,17 +168,18 @@ impl Log<'_> {
                 read = log.read(&mut buffer) => read,
                 moved = moved(changes, node) => {
                     remark(&format!("{} runs on node {moved} now: going on with the log there", self.subject));
-                    return Ok(Ended::Whole);
+                    return Ok((was_new, Ended::Whole));
                 }
             };
             let length = match read {
-                Ok(0) => return Ok(Ended::Whole),
+                Ok(0) => return Ok((was_new, Ended::Whole)),
                 Ok(length) => length,
-                Err(error) => return Ok(Ended::Broken(self.broken(&error))),
+                Err(error) => return Ok((was_new, Ended::Broken(self.broken(&error)))),
             };
             if follower.take(&buffer[..length], &mut out).is_err() {
                 remark("lines may be missing here: the node does not have the last one any more");
             }
+            was_new |= !out.is_empty();
             stdout.write_all(&out).await?;
             stdout.flush().await?;
             out.clear();
