@@ -22,8 +22,11 @@ use crate::power::{self, Act, Observed, Stage};
 use crate::request::{Entrypoint as EntrypointSpec, Request, failure};
 use crate::wake::Wake;
 use crate::workload::entrypoint::Entrypoint;
-use crate::workload::exec::{self, Streams};
+use crate::workload::streams::{self, Streams};
 use crate::workload::{end_of, log::Log, start_failure};
+
+/// What this agent understands, see `HelloReply`.
+const PROTOCOL: u32 = 1;
 
 /// A poll that fails is out of memory, or a mistake here; either way it must not turn into a busy loop.
 const POLL_FAILED_PAUSE: Duration = Duration::from_millis(100);
@@ -52,7 +55,7 @@ enum Source {
     Wake,
     Port,
     Log(Output),
-    Exec(u32, exec::End),
+    Stream(u32, streams::End),
 }
 
 impl Agent {
@@ -106,8 +109,8 @@ impl Agent {
             interests.extend(outputs.map(|(output, fd)| (Source::Log(output), fd.as_fd(), PollFlags::IN)));
         }
         interests.extend(self.streams.interests(!self.port.is_crowded()).map(|(id, end, fd)| {
-            let flags = if end == exec::End::Stdin { PollFlags::OUT } else { PollFlags::IN };
-            (Source::Exec(id, end), fd.as_fd(), flags)
+            let flags = if end.writes() { PollFlags::OUT } else { PollFlags::IN };
+            (Source::Stream(id, end), fd, flags)
         }));
         interests
     }
@@ -140,7 +143,9 @@ impl Agent {
                     self.log.push(output, data, unix_nanos());
                 }
             }
-            Source::Exec(id, end) => {
+            // What was polled in the same moment may have filled the port; the next round begins with who waits.
+            Source::Stream(_, streams::End::Output(_)) if self.port.is_crowded() => {}
+            Source::Stream(id, end) => {
                 self.streams.ready(id, end, Instant::now(), &mut self.port.connection);
             }
         }
@@ -151,12 +156,12 @@ impl Agent {
             return;
         }
         if self.port.read() {
-            self.streams.kill_all();
+            self.streams.hang_up_all(Instant::now());
         }
         while let Some(event) = self.port.connection.next_event() {
             match event {
                 GuestEvent::Connected(hello) => {
-                    self.streams.kill_all();
+                    self.streams.hang_up_all(Instant::now());
                     self.log.rewind(hello.log_offset);
                     self.reply_hello();
                 }
@@ -176,15 +181,14 @@ impl Agent {
             Kind::Shutdown(shutdown) => self.shut_down(shutdown),
             Kind::LogAck(ack) => self.log.acknowledge(ack.offset),
             Kind::Exec(exec) => self.exec(&exec),
-            Kind::StdinData(data) => self.streams.stdin_data(&data, &mut self.port.connection),
+            Kind::StdinData(data) => self.streams.stdin_data(data, Instant::now(), &mut self.port.connection),
             Kind::StdinClose(close) => self.streams.stdin_close(close),
             Kind::Signal(signal) => self.streams.signal(signal),
             Kind::StreamCredit(credit) => self.streams.credit(credit),
-            Kind::Resize(_) | Kind::Hangup(_) => {}
-            Kind::Connect(v1::Connect { stream_id, .. }) | Kind::Archive(v1::Archive { stream_id, .. }) => {
-                let failure = start_failure(StartFailureReason::Other, "this guest is too old for that: start it anew");
-                exec::refuse(stream_id, failure, &mut self.port.connection);
-            }
+            Kind::Resize(resize) => self.streams.resize(resize),
+            Kind::Hangup(hangup) => self.streams.hang_up(hangup, Instant::now()),
+            Kind::Connect(connect) => self.connect(connect),
+            Kind::Archive(archive) => self.archive(archive),
         }
     }
 
@@ -201,7 +205,7 @@ impl Agent {
             state: Some(self.phase.message(self.down.is_some())),
             log_start: self.log.start(),
             log_end: self.log.end(),
-            protocol: 0,
+            protocol: PROTOCOL,
         };
         self.port.connection.reply(reply);
     }
@@ -270,13 +274,32 @@ impl Agent {
                 {
                     process.cwd.clone_from(&entrypoint.cwd);
                 }
-                self.streams.start(&request, &ready.workspace, base, connection);
+                self.streams.exec(&request, &ready.workspace, base, connection);
             }
-            _ => {
-                let message = "the guest is not configured yet, or it shuts down";
-                exec::refuse(request.stream_id, start_failure(StartFailureReason::NotReady, message), connection);
-            }
+            _ => self.refuse(request.stream_id),
         }
+    }
+
+    fn connect(&mut self, request: v1::Connect) {
+        if self.down.is_none() && matches!(self.phase, Phase::Ready(_)) {
+            self.streams.connect(request, &mut self.port.connection);
+        } else {
+            self.refuse(request.stream_id);
+        }
+    }
+
+    fn archive(&mut self, request: v1::Archive) {
+        match &self.phase {
+            Phase::Ready(ready) if self.down.is_none() => {
+                self.streams.archive(request, &ready.workspace, &mut self.port.connection);
+            }
+            _ => self.refuse(request.stream_id),
+        }
+    }
+
+    fn refuse(&mut self, stream_id: u32) {
+        let message = "the guest is not configured yet, or it shuts down";
+        streams::refuse(stream_id, start_failure(StartFailureReason::NotReady, message), &mut self.port.connection);
     }
 
     fn shut_down(&mut self, message: v1::Shutdown) {
@@ -294,6 +317,7 @@ impl Agent {
                 if let Some(entrypoint) = self.phase.entrypoint_mut() {
                     entrypoint.stop_restarting();
                 }
+                self.streams.end_archives();
                 power::signal_all(Signal::TERM);
                 // A stopped process hears nothing.
                 power::signal_all(Signal::CONT);

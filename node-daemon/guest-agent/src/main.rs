@@ -5,9 +5,11 @@
 //!
 //! Rooms: [`boot`] (from the kernel's start to an open port), [`port`] (bytes in, bytes out), [`agent`] (the loop that
 //! ties all together), [`phase`] (what the guest is), [`request`] (what a configure message may say), [`configure`] (carries it out), [`workload`]
-//! (processes, their log and their exec streams), [`power`] (the way down).
+//! (processes, their log and the host's streams), [`archive`] (the process that packs and unpacks files), [`power`] (the
+//! way down).
 
 mod agent;
+mod archive;
 mod boot;
 mod configure;
 mod modules;
@@ -22,6 +24,10 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     if !rustix::process::getpid().is_init() {
+        let arguments: Vec<String> = std::env::args().skip(1).collect();
+        if let Some(status) = archive::main(&arguments) {
+            return status;
+        }
         eprintln!("kibo-guest-agent is PID 1 of a guest; there is nothing that it could do here");
         return ExitCode::from(2);
     }

@@ -18,7 +18,7 @@ pub fn encode(plain: &[u8], out: &mut Vec<u8>) {
     let mut rest = plain;
     loop {
         let window = &rest[..rest.len().min(MAX_RUN)];
-        match window.iter().position(|byte| *byte == 0) {
+        match memchr::memchr(0, window) {
             Some(run) => {
                 out.push(code(run));
                 out.extend_from_slice(&rest[..run]);

@@ -134,7 +134,7 @@ fn standard_input_waits_for_credit() {
 }
 
 #[test]
-fn an_abandoned_stream_is_killed_and_reports_only_its_end() {
+fn an_abandoned_stream_of_an_old_guest_is_killed_and_reports_only_its_end() {
     let (mut host, mut guest) = connected();
     let stream = host.exec(process(), false).expect("short");
     let output = v1::OutputData { stream_id: stream.get(), output: Output::Stdout.into(), data: vec![1; MAX_CHUNK] };
@@ -152,6 +152,22 @@ fn an_abandoned_stream_is_killed_and_reports_only_its_end() {
     to_guest(&mut host, &mut guest);
     let killed = GuestEvent::Message(Box::new(v1::Signal { stream_id: stream.get(), number: 9 }.into()));
     assert!(guest_events(&mut guest).contains(&killed));
+}
+
+#[test]
+fn an_abandoned_stream_is_hung_up_where_the_guest_knows_how() {
+    let (mut host, mut guest) = (HostConnection::open(NEW, 0), GuestConnection::default());
+    to_guest(&mut host, &mut guest);
+    guest_events(&mut guest);
+    guest.reply(v1::HelloReply { protocol: 1, ..v1::HelloReply::default() });
+    to_host(&mut guest, &mut host);
+    assert!(host.knows_streams());
+    let stream = host.connect(80).expect("short");
+    host.abandon(stream);
+    host.abandon(stream);
+    to_guest(&mut host, &mut guest);
+    let hung_up = GuestEvent::Message(Box::new(v1::Hangup { stream_id: stream.get() }.into()));
+    assert_eq!(guest_events(&mut guest).iter().filter(|event| **event == hung_up).count(), 1);
 }
 
 #[test]

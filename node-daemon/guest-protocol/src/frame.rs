@@ -49,9 +49,9 @@ pub enum Direction {
 }
 
 #[derive(Debug, PartialEq, Eq)]
-pub struct Frame {
+pub struct Frame<'a> {
     pub nonce: Nonce,
-    pub payload: Vec<u8>,
+    pub payload: &'a [u8],
 }
 
 /// A message is longer than [`MAX_MESSAGE`].
@@ -63,16 +63,31 @@ pub struct TooLong {
 
 /// Appends the frame with `payload` to `wire`.
 pub fn encode(direction: Direction, nonce: Nonce, payload: &[u8], wire: &mut Vec<u8>) -> Result<(), TooLong> {
-    if payload.len() > MAX_MESSAGE {
-        return Err(TooLong { len: payload.len() });
+    let append = |plain: &mut Vec<u8>| plain.extend_from_slice(payload);
+    encode_with(direction, nonce, payload.len(), append, &mut Vec::new(), wire)
+}
+
+/// Appends a frame to `wire` whose payload, of `len` bytes, is what `payload` appends. `plain` is where it is put
+/// together; what it held is overwritten.
+pub fn encode_with(
+    direction: Direction,
+    nonce: Nonce,
+    len: usize,
+    payload: impl FnOnce(&mut Vec<u8>),
+    plain: &mut Vec<u8>,
+    wire: &mut Vec<u8>,
+) -> Result<(), TooLong> {
+    if len > MAX_MESSAGE {
+        return Err(TooLong { len });
     }
-    let mut plain = Vec::with_capacity(HEADER + payload.len() + CHECKSUM);
+    plain.clear();
+    plain.reserve(HEADER + len + CHECKSUM);
     plain.push(direction as u8);
     plain.extend_from_slice(&nonce.0.to_le_bytes());
-    plain.extend_from_slice(payload);
-    let checksum = crc32fast::hash(&plain);
+    payload(plain);
+    let checksum = crc32fast::hash(plain);
     plain.extend_from_slice(&checksum.to_le_bytes());
-    cobs::encode(&plain, wire);
+    cobs::encode(plain, wire);
     wire.push(DELIMITER);
     Ok(())
 }
@@ -94,13 +109,11 @@ impl Decoder {
     }
 
     /// Takes bytes as they were read and hands each whole frame to `take`.
-    pub fn feed(&mut self, mut bytes: &[u8], mut take: impl FnMut(Frame)) {
-        while let Some(end) = bytes.iter().position(|byte| *byte == DELIMITER) {
+    pub fn feed(&mut self, mut bytes: &[u8], mut take: impl FnMut(Frame<'_>)) {
+        while let Some(end) = memchr::memchr(DELIMITER, bytes) {
             self.push(&bytes[..end]);
             bytes = &bytes[end + 1..];
-            if let Some(frame) = self.finish() {
-                take(frame);
-            }
+            self.finish(&mut take);
         }
         self.push(bytes);
     }
@@ -119,28 +132,26 @@ impl Decoder {
         }
     }
 
-    fn finish(&mut self) -> Option<Frame> {
+    fn finish(&mut self, take: &mut impl FnMut(Frame<'_>)) {
         let overlong = std::mem::take(&mut self.overlong);
         // Two delimiters in a row are no loss: a connection starts with one.
         if self.partial.is_empty() && !overlong {
-            return None;
+            return;
         }
-        let frame = cobs::decode(&mut self.partial).and_then(|plain| parse(self.direction, plain));
-        if frame.is_none() {
-            self.broken += 1;
+        match cobs::decode(&mut self.partial).and_then(|plain| parse(self.direction, plain)) {
+            Some(frame) => take(frame),
+            None => self.broken += 1,
         }
         self.partial.clear();
-        frame
     }
 }
 
-fn parse(direction: Direction, plain: &[u8]) -> Option<Frame> {
+fn parse(direction: Direction, plain: &[u8]) -> Option<Frame<'_>> {
     let (signed, checksum) = plain.split_last_chunk::<CHECKSUM>()?;
     let (&[from], rest) = signed.split_first_chunk::<1>()?;
     let (nonce, payload) = rest.split_first_chunk::<8>()?;
     let intact = crc32fast::hash(signed) == u32::from_le_bytes(*checksum);
-    (intact && from == direction as u8)
-        .then(|| Frame { nonce: Nonce(u64::from_le_bytes(*nonce)), payload: payload.to_vec() })
+    (intact && from == direction as u8).then(|| Frame { nonce: Nonce(u64::from_le_bytes(*nonce)), payload })
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use prost::Message;
 
-use crate::frame::{self, DELIMITER, Decoder, Direction, Nonce, TooLong};
+use crate::frame::{DELIMITER, Decoder, Direction, Nonce, TooLong};
 use crate::host::Wire;
 use crate::v1::{self, guest_message, host_message};
 
@@ -38,7 +38,7 @@ impl GuestConnection {
     pub fn receive(&mut self, bytes: &[u8]) {
         let Self { nonce: current, decoder, wire, events } = self;
         decoder.feed(bytes, |frame| {
-            let Ok(v1::HostMessage { kind: Some(kind) }) = v1::HostMessage::decode(frame.payload.as_slice()) else {
+            let Ok(v1::HostMessage { kind: Some(kind) }) = v1::HostMessage::decode(frame.payload) else {
                 return;
             };
             match kind {
@@ -94,7 +94,7 @@ impl GuestConnection {
             return Ok(());
         };
         let message = v1::GuestMessage { kind: Some(message.into()) };
-        frame::encode(Direction::FromGuest, nonce, &message.encode_to_vec(), &mut self.wire.bytes)
+        self.wire.push(Direction::FromGuest, nonce, &message)
     }
 
     /// What is to be written to the port.

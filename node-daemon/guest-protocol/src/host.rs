@@ -9,10 +9,10 @@ use prost::Message;
 
 use crate::flow::{Overrun, ReceiveWindow, SendWindow};
 use crate::frame::{self, DELIMITER, Decoder, Direction, Nonce, TooLong};
-use crate::v1::{self, Output, guest_message, host_message};
+use crate::v1::{self, Output, archive, guest_message, host_message};
 use crate::{MAX_CHUNK, ProcessEnd};
 
-/// Names an exec stream within its connection.
+/// Names a stream within its connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StreamId(u32);
 
@@ -75,6 +75,8 @@ pub struct HostConnection {
     hello: v1::Hello,
     nonce: Nonce,
     connected: bool,
+    /// What the agent understands, see [`v1::HelloReply`].
+    protocol: u32,
     decoder: Decoder,
     wire: Wire,
     events: VecDeque<HostEvent>,
@@ -110,6 +112,7 @@ impl HostConnection {
             hello,
             nonce,
             connected: false,
+            protocol: 0,
             decoder: Decoder::new(Direction::FromGuest),
             wire: Wire::default(),
             events: VecDeque::new(),
@@ -128,6 +131,12 @@ impl HostConnection {
         self.connected
     }
 
+    /// Whether the guest knows terminals, connections, archives and hangups. One that was started by an older daemon may
+    /// not, and must not be asked.
+    pub const fn knows_streams(&self) -> bool {
+        self.protocol >= 1
+    }
+
     /// How many pieces of what was read were no frames (leftovers of an older connection, or damage).
     pub const fn broken_frames(&self) -> u64 {
         self.decoder.broken()
@@ -143,17 +152,16 @@ impl HostConnection {
 
     /// Takes bytes as they were read from the port; then take the events until there are no more.
     pub fn receive(&mut self, bytes: &[u8]) -> Result<(), Violation> {
-        let mut frames = Vec::new();
+        let mut messages = Vec::new();
         let nonce = self.nonce;
         self.decoder.feed(bytes, |frame| {
             if frame.nonce == nonce {
-                frames.push(frame.payload);
+                messages.push(v1::GuestMessage::decode(frame.payload));
             }
         });
-        for payload in frames {
-            let message = v1::GuestMessage::decode(payload.as_slice()).map_err(Violation::Unreadable)?;
+        for message in messages {
             // A kind that this version does not know is none for it.
-            if let Some(kind) = message.kind {
+            if let Some(kind) = message.map_err(Violation::Unreadable)?.kind {
                 self.take(kind)?;
             }
         }
@@ -181,11 +189,43 @@ impl HostConnection {
 
     /// Starts a process in the guest. Its stream ends with [`HostEvent::ExecEnded`].
     pub fn exec(&mut self, process: v1::Process, stdin: bool) -> Result<StreamId, TooLong> {
+        self.start(v1::Exec { process: Some(process), stdin, ..v1::Exec::default() })
+    }
+
+    /// As [`Self::exec`], with all that there is to say. The stream's id is filled in.
+    pub fn start(&mut self, exec: v1::Exec) -> Result<StreamId, TooLong> {
+        let stdin = exec.stdin;
+        self.open_stream(|stream_id| v1::Exec { stream_id, ..exec }.into(), stdin)
+    }
+
+    /// Connects to a TCP port in the guest.
+    pub fn connect(&mut self, port: u32) -> Result<StreamId, TooLong> {
+        self.open_stream(|stream_id| v1::Connect { stream_id, port }.into(), true)
+    }
+
+    /// Has files archived, or an archive taken.
+    pub fn archive(&mut self, direction: archive::Direction) -> Result<StreamId, TooLong> {
+        let stdin = matches!(direction, archive::Direction::Write(_));
+        self.open_stream(|stream_id| v1::Archive { stream_id, direction: Some(direction) }.into(), stdin)
+    }
+
+    fn open_stream(
+        &mut self,
+        message: impl FnOnce(u32) -> host_message::Kind,
+        stdin_open: bool,
+    ) -> Result<StreamId, TooLong> {
         let stream = StreamId(self.next_stream);
-        self.push(v1::Exec { stream_id: stream.0, process: Some(process), stdin, ..v1::Exec::default() })?;
+        self.push(message(stream.0))?;
         self.next_stream += 1;
-        self.streams.insert(stream, Stream { stdin_open: stdin, ..Stream::default() });
+        self.streams.insert(stream, Stream { stdin_open, ..Stream::default() });
         Ok(stream)
+    }
+
+    /// The client's terminal has another size now.
+    pub fn resize(&mut self, stream: StreamId, columns: u32, rows: u32) {
+        if self.streams.contains_key(&stream) {
+            self.push_small(v1::Resize { stream_id: stream.0, columns, rows });
+        }
     }
 
     /// How many bytes [`Self::write_stdin`] takes now.
@@ -229,7 +269,8 @@ impl HostConnection {
         }
     }
 
-    /// Nobody wants the stream any more: kills the process, drops what it still says. Only its end is reported.
+    /// Nobody wants the stream any more: hangs its process up (an old agent's is killed), drops what it still says. Only
+    /// its end is reported.
     pub fn abandon(&mut self, stream: StreamId) {
         const SIGKILL: u32 = 9;
         let Some(state) = self.streams.get_mut(&stream) else {
@@ -239,6 +280,9 @@ impl HostConnection {
             return;
         }
         self.events.retain(|event| !matches!(event, HostEvent::Output { stream: of, .. } if *of == stream));
+        if self.knows_streams() {
+            return self.push_small(v1::Hangup { stream_id: stream.0 });
+        }
         self.signal(stream, SIGKILL);
         // All that is open is granted: a process that waits for a reader is not waited for.
         for output in [Output::Stdout, Output::Stderr] {
@@ -254,6 +298,7 @@ impl HostConnection {
     fn take(&mut self, kind: guest_message::Kind) -> Result<(), Violation> {
         if let guest_message::Kind::HelloReply(reply) = kind {
             if reply.nonce == self.nonce.get() && !std::mem::replace(&mut self.connected, true) {
+                self.protocol = reply.protocol;
                 self.events.push_back(HostEvent::Connected(reply));
             }
             return Ok(());
@@ -337,7 +382,7 @@ impl HostConnection {
 
     fn push(&mut self, message: impl Into<host_message::Kind>) -> Result<(), TooLong> {
         let message = v1::HostMessage { kind: Some(message.into()) };
-        frame::encode(Direction::FromHost, self.nonce, &message.encode_to_vec(), &mut self.wire.bytes)
+        self.wire.push(Direction::FromHost, self.nonce, &message)
     }
 
     fn push_small(&mut self, message: impl Into<host_message::Kind>) {
@@ -350,9 +395,16 @@ impl HostConnection {
 pub(crate) struct Wire {
     pub(crate) bytes: Vec<u8>,
     written: usize,
+    /// Where frames are put together, kept so that its memory is not asked for again and again.
+    plain: Vec<u8>,
 }
 
 impl Wire {
+    pub(crate) fn push(&mut self, from: Direction, nonce: Nonce, message: &impl Message) -> Result<(), TooLong> {
+        let payload = |plain: &mut Vec<u8>| message.encode(plain).expect("a vector grows as needed");
+        frame::encode_with(from, nonce, message.encoded_len(), payload, &mut self.plain, &mut self.bytes)
+    }
+
     pub(crate) fn outgoing(&self) -> &[u8] {
         &self.bytes[self.written..]
     }

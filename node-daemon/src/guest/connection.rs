@@ -17,8 +17,8 @@ use tokio::{
 };
 
 use super::{
-    Command, ExecId, GuestEvent, LogSink,
-    exec::{ExecEvent, Opened, unavailable},
+    Command, ExecId, GuestEvent, LogSink, Open,
+    streams::{ExecEvent, Opened, too_old, unavailable},
 };
 use crate::{clock, vmm::SocketDir};
 
@@ -191,7 +191,7 @@ impl<L: LogSink> Conversation<L> {
         }
     }
 
-    /// What concerns nobody but the log and the execs.
+    /// What concerns nobody but the log and the streams.
     fn carry(&mut self, link: &mut Link, event: HostEvent) {
         match event {
             HostEvent::Log(data) => {
@@ -199,6 +199,7 @@ impl<L: LogSink> Conversation<L> {
                 link.send(v1::LogAck { offset: self.log.offset() });
             }
             HostEvent::Output { stream, output, data } => link.output(stream, output, data),
+            HostEvent::OutputClosed { stream, output } => link.closed(stream, output),
             HostEvent::StdinWritable { stream } => link.push_stdin(stream),
             HostEvent::ExecEnded { stream, end } => link.ended(stream, end),
             _ => {}
@@ -217,10 +218,20 @@ impl<L: LogSink> Conversation<L> {
             }
             Command::Sync(id) => link.send(v1::Sync { id }),
             Command::Shutdown { grace_millis } => link.send(v1::Shutdown { grace_millis }),
-            Command::Exec { process, stdin, opened } => {
+            Command::Open { what, opened } => {
                 let id = self.next_exec;
                 self.next_exec += 1;
-                link.exec(id, process, stdin, opened);
+                link.open(id, what, opened);
+            }
+            Command::Resize { exec, columns, rows } => {
+                if let Some((stream, _)) = link.find(exec) {
+                    link.connection.resize(stream, columns, rows);
+                }
+            }
+            Command::Signal { exec, number } => {
+                if let Some((stream, _)) = link.find(exec) {
+                    link.connection.signal(stream, number);
+                }
             }
             Command::Stdin { exec, data, taken } => link.stdin(exec, data, taken),
             Command::CloseStdin(exec) => link.close_stdin(exec),
@@ -241,12 +252,12 @@ impl<L: LogSink> Conversation<L> {
 
 /// Answers what cannot be done now. What is no question is asked again by whoever wants it, after the next hello.
 fn refuse(command: Command) {
-    if let Command::Exec { opened, .. } = command {
+    if let Command::Open { opened, .. } = command {
         let _ = opened.send(Err(unavailable()));
     }
 }
 
-/// One connection and the execs on it.
+/// One connection and the streams on it.
 struct Link {
     connection: HostConnection,
     execs: HashMap<StreamId, Exec>,
@@ -281,14 +292,18 @@ impl Link {
         }
     }
 
-    fn exec(
-        &mut self,
-        id: ExecId,
-        process: v1::Process,
-        stdin: bool,
-        opened: oneshot::Sender<Result<Opened, crate::instance::StreamError>>,
-    ) {
-        let stream = match self.connection.exec(process, stdin) {
+    fn open(&mut self, id: ExecId, what: Open, opened: oneshot::Sender<Result<Opened, crate::instance::StreamError>>) {
+        let is_plain = matches!(&what, Open::Exec(v1::Exec { terminal: None, login_shell: false, .. }));
+        if !is_plain && !self.connection.knows_streams() {
+            let _ = opened.send(Err(too_old()));
+            return;
+        }
+        let started = match what {
+            Open::Exec(exec) => self.connection.start(exec),
+            Open::Connect { port } => self.connection.connect(port),
+            Open::Archive(direction) => self.connection.archive(direction),
+        };
+        let stream = match started {
             Ok(stream) => stream,
             Err(too_long) => {
                 let failure = kibo_protocol::v1::StreamFailure::Invalid;
@@ -335,6 +350,12 @@ impl Link {
         let Some(exec) = self.execs.get(&stream) else { return };
         if exec.events.send(ExecEvent::Output(output, data)).is_err() {
             self.connection.abandon(stream);
+        }
+    }
+
+    fn closed(&mut self, stream: StreamId, output: v1::Output) {
+        if let Some(exec) = self.execs.get(&stream) {
+            let _ = exec.events.send(ExecEvent::Closed(output));
         }
     }
 

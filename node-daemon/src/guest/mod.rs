@@ -1,16 +1,17 @@
 //! The daemon's side of a guest: one task per VM that keeps the conversation with its agent going, whatever breaks.
 //!
-//! It says hello with a fresh nonce on every connection, pings, stores the log and acknowledges it, and carries execs.
+//! It says hello with a fresh nonce on every connection, pings, stores the log and acknowledges it, and carries streams:
+//! commands, connections, archives.
 //! Nothing is queued across connections: who wants something of the guest asks again after [`GuestEvent::Connected`].
 
 mod connection;
-mod exec;
+mod streams;
 #[cfg(test)]
 mod tests;
 
 use bytes::Bytes;
 use kibo_guest_protocol::v1;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::{
     instance::{ExecStream, StreamError},
@@ -50,18 +51,33 @@ pub trait LogSink: Send + 'static {
 #[derive(Clone, Debug)]
 pub struct Guest {
     commands: mpsc::UnboundedSender<Command>,
+    /// Why its streams end, once it is known that the guest does.
+    ending: watch::Sender<Option<String>>,
 }
 
-/// Names an exec over all connections.
+/// Names a stream over all connections.
 type ExecId = u64;
+
+/// What a stream is.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Open {
+    /// The stream's id is filled in.
+    Exec(v1::Exec),
+    Connect {
+        port: u32,
+    },
+    Archive(v1::archive::Direction),
+}
 
 #[derive(Debug)]
 enum Command {
     Configure(Box<v1::Configure>),
     Sync(u64),
     Shutdown { grace_millis: u32 },
-    Exec { process: v1::Process, stdin: bool, opened: oneshot::Sender<Result<exec::Opened, StreamError>> },
+    Open { what: Open, opened: oneshot::Sender<Result<streams::Opened, StreamError>> },
     Stdin { exec: ExecId, data: Bytes, taken: oneshot::Sender<()> },
+    Resize { exec: ExecId, columns: u32, rows: u32 },
+    Signal { exec: ExecId, number: u32 },
     CloseStdin(ExecId),
     Consumed { exec: ExecId, output: v1::Output, len: usize },
     Abandon(ExecId),
@@ -79,7 +95,7 @@ impl Guest {
         let (commands, incoming) = mpsc::unbounded_channel();
         let (events, outgoing) = mpsc::channel(EVENTS);
         let task = connection::converse(sockets, incoming, events, log, known);
-        (Self { commands }, outgoing, task)
+        (Self { commands, ending: watch::Sender::new(None) }, outgoing, task)
     }
 
     /// Makes the guest the guest of one Instance. Time and entropy are filled in when it is sent.
@@ -96,12 +112,24 @@ impl Guest {
         self.command(Command::Shutdown { grace_millis });
     }
 
-    /// Starts a process in the guest.
-    pub async fn exec(&self, process: v1::Process, stdin: bool) -> Result<ExecStream, StreamError> {
+    /// Starts a process, a connection or an archive in the guest.
+    pub async fn open(&self, what: Open) -> Result<ExecStream, StreamError> {
         let (opened, answer) = oneshot::channel();
-        self.command(Command::Exec { process, stdin, opened });
-        let opened = answer.await.map_err(|_| exec::unavailable())??;
-        Ok(exec::pump(self.clone(), opened))
+        let kind = streams::Kind::of(&what);
+        self.command(Command::Open { what, opened });
+        let opened = answer.await.map_err(|_| streams::unavailable())??;
+        Ok(streams::pump(self.clone(), kind, opened))
+    }
+
+    /// The guest is going to end: what its streams' clients are told when they end with it. The first word stands.
+    pub fn ends(&self, why: impl Into<String>) {
+        self.ending.send_if_modified(|ending| {
+            let is_first = ending.is_none();
+            if is_first {
+                *ending = Some(why.into());
+            }
+            is_first
+        });
     }
 
     fn command(&self, command: Command) {

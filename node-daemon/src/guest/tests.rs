@@ -11,7 +11,7 @@ use tokio::{
 
 use super::*;
 use crate::{
-    instance::{ExecExit, ExecOutput},
+    instance::{ExecExit, ExecInput, ExecOutput},
     vmm::AGENT_SOCKET,
 };
 
@@ -65,6 +65,10 @@ impl Fixture {
         assert!(matches!(connected, GuestEvent::Connected(_)), "{connected:?}");
         agent
     }
+}
+
+async fn exec(fixture: &Fixture, process: v1::Process, stdin: bool) -> Result<ExecStream, StreamError> {
+    fixture.guest.open(Open::Exec(v1::Exec { process: Some(process), stdin, ..v1::Exec::default() })).await
 }
 
 impl Agent {
@@ -130,14 +134,14 @@ async fn an_exec_carries_input_output_and_its_end() {
     let mut fixture = fixture();
     let mut agent = fixture.connect().await;
     let process = v1::Process { argv: vec!["cat".to_owned()], ..v1::Process::default() };
-    let mut exec = fixture.guest.exec(process, true).await.unwrap();
+    let mut exec = exec(&fixture, process, true).await.unwrap();
     let v1::host_message::Kind::Exec(asked) = agent.hear_message().await else { panic!("no exec") };
     let stream_id = asked.stream_id;
 
-    exec.stdin.send(Bytes::from_static(b"hello")).await.unwrap();
+    exec.input.send(ExecInput::Data(Bytes::from_static(b"hello"))).await.unwrap();
     let v1::host_message::Kind::StdinData(input) = agent.hear_message().await else { panic!("no input") };
     assert_eq!(input.data, b"hello");
-    drop(exec.stdin);
+    drop(exec.input);
     assert!(matches!(agent.hear_message().await, v1::host_message::Kind::StdinClose(_)));
 
     let output = v1::Output::Stderr.into();
@@ -154,7 +158,7 @@ async fn a_program_that_is_not_there_ends_as_in_a_shell() {
     let mut fixture = fixture();
     let mut agent = fixture.connect().await;
     let process = v1::Process { argv: vec!["nope".to_owned()], ..v1::Process::default() };
-    let mut exec = fixture.guest.exec(process, false).await.unwrap();
+    let mut exec = exec(&fixture, process, false).await.unwrap();
     let v1::host_message::Kind::Exec(start) = agent.hear_message().await else { panic!("an exec") };
     let reason = v1::StartFailureReason::NotFound.into();
     let failure = v1::StartFailure { reason, message: "no such program".to_owned() };
@@ -169,10 +173,44 @@ async fn an_exec_ends_with_its_connection() {
     let mut fixture = fixture();
     let mut agent = fixture.connect().await;
     let process = v1::Process { argv: vec!["sleep".to_owned()], ..v1::Process::default() };
-    let mut exec = fixture.guest.exec(process, false).await.unwrap();
+    let mut exec = exec(&fixture, process, false).await.unwrap();
     agent.hear_message().await;
     drop(agent);
     assert!(matches!(exec.output.recv().await, Some(ExecOutput::Failed(_))));
+}
+
+#[tokio::test]
+async fn a_stream_that_ends_with_its_guest_says_why_the_guest_ends() {
+    use kibo_protocol::v1::StreamFailure::Interrupted;
+    let mut fixture = fixture();
+    let mut agent = fixture.connect().await;
+    let process = v1::Process { argv: vec!["sleep".to_owned()], ..v1::Process::default() };
+    let (mut first, mut second) =
+        (exec(&fixture, process.clone(), false).await.unwrap(), exec(&fixture, process, false).await.unwrap());
+    let v1::host_message::Kind::Exec(start) = agent.hear_message().await else { panic!("an exec") };
+    agent.hear_message().await;
+    fixture.guest.ends("the workspace is being stopped");
+    fixture.guest.ends("the workspace has ended");
+    let status = Some(kibo_guest_protocol::ProcessEnd::Signal(15).into());
+    agent.say(v1::ExecExited { stream_id: start.stream_id, status }).await;
+    let told = StreamError { failure: Interrupted, message: "the workspace is being stopped".to_owned() };
+    assert_eq!(first.output.recv().await, Some(ExecOutput::Failed(told.clone())));
+    drop(agent);
+    assert_eq!(second.output.recv().await, Some(ExecOutput::Failed(told)));
+}
+
+#[tokio::test]
+async fn a_guest_of_an_older_daemon_is_not_asked_for_what_it_does_not_know() {
+    let mut fixture = fixture();
+    let _agent = fixture.connect().await;
+    for what in [
+        Open::Connect { port: 80 },
+        Open::Exec(v1::Exec { login_shell: true, ..v1::Exec::default() }),
+        Open::Archive(v1::archive::Direction::Read(v1::ReadArchive { path: "/".to_owned() })),
+    ] {
+        let refused = fixture.guest.open(what).await.unwrap_err();
+        assert!(refused.message.contains("older node-daemon"), "{}", refused.message);
+    }
 }
 
 #[tokio::test]
@@ -180,7 +218,7 @@ async fn a_process_that_nobody_wants_is_killed() {
     let mut fixture = fixture();
     let mut agent = fixture.connect().await;
     let process = v1::Process { argv: vec!["yes".to_owned()], ..v1::Process::default() };
-    let exec = fixture.guest.exec(process, false).await.unwrap();
+    let exec = exec(&fixture, process, false).await.unwrap();
     agent.hear_message().await;
     drop(exec);
     let killed = agent.hear_message().await;
@@ -191,7 +229,7 @@ async fn a_process_that_nobody_wants_is_killed() {
 async fn without_a_connection_an_exec_is_refused() {
     let fixture = fixture();
     let (_socket, _) = fixture.listener.accept().await.unwrap();
-    let refused = fixture.guest.exec(v1::Process::default(), false).await.unwrap_err();
+    let refused = exec(&fixture, v1::Process::default(), false).await.unwrap_err();
     assert_eq!(refused.failure, kibo_protocol::v1::StreamFailure::GuestUnavailable);
 }
 

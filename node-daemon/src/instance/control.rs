@@ -43,13 +43,16 @@ impl InstanceControl for Instances {
         self.exec(request).await
     }
 
-    fn log(
-        &self,
-        workspace_uid: &str,
-        tail_lines: Option<u64>,
-        follow: bool,
-    ) -> Result<BoxStream<'static, LogChunk>, StreamError> {
-        Ok(self.log(workspace_uid, tail_lines, follow)?.boxed())
+    async fn connect(&self, request: v1::ConnectRequest) -> Result<ExecStream, StreamError> {
+        self.connect(request).await
+    }
+
+    async fn archive(&self, request: v1::ArchiveRequest) -> Result<ExecStream, StreamError> {
+        self.archive(request).await
+    }
+
+    fn log(&self, request: &v1::LogRequest) -> Result<BoxStream<'static, LogChunk>, StreamError> {
+        Ok(self.log(request)?.boxed())
     }
 
     fn forget_log(&self, layer: &ObjectUid) {

@@ -158,6 +158,18 @@ pub enum Action {
 }
 
 impl State {
+    /// What the clients of the guest's streams are told, once it is clear that they end.
+    pub fn ending(&self) -> Option<String> {
+        match self {
+            Self::Syncing { .. } | Self::PoweringOff => Some("the workspace is being stopped".to_owned()),
+            Self::LastSync => Some("the workspace is being stopped by force".to_owned()),
+            Self::Ending(ending) | Self::Releasing(ending) => {
+                Some(format!("the workspace has ended: {}", ending.message))
+            }
+            Self::Starting { .. } | Self::Booting | Self::Adopting | Self::Configuring { .. } | Self::Running => None,
+        }
+    }
+
     pub fn deadline(&self, bounds: &Bounds) -> Option<Duration> {
         match self {
             Self::Booting => Some(bounds.boot),

@@ -13,6 +13,7 @@ mod machine;
 mod recover;
 mod releasing;
 mod root_image;
+mod streams;
 mod task;
 mod types;
 mod vm;
@@ -26,14 +27,13 @@ use std::{
 
 use futures::Stream;
 use kibo_crds::{Bytes, InstanceId, MilliCpu, ObjectUid};
-use kibo_guest_protocol::v1 as guest_v1;
 use kibo_protocol::v1::{self, EndReason, StreamFailure};
 use tokio::sync::{mpsc, watch};
 
 use crate::{
-    guest::Guest,
+    guest::{Guest, Open},
     launch::{Launch, instance_id},
-    log_store::LogStore,
+    log_store::{LogStore, Wanted},
     pool::Pools,
     session::Inventoried,
     spool::EventSpool,
@@ -47,7 +47,7 @@ pub use files::FilesError;
 pub use machine::{Bounds, Ending};
 pub use recover::RecoverError;
 pub use root_image::{RootImage, find as find_root_image};
-pub use types::{ExecExit, ExecOutput, ExecStream, LogChunk, StopMode, StreamError, Summary};
+pub use types::{ExecExit, ExecInput, ExecOutput, ExecStream, LogChunk, StopMode, StreamError, Summary};
 
 /// VMs are dead within a moment; what can take longer is the storage.
 const DESTROY_LIMIT: Duration = Duration::from_secs(60);
@@ -193,26 +193,32 @@ impl Instances {
 
     /// Runs a command in a guest.
     pub async fn exec(&self, request: v1::ExecRequest) -> Result<ExecStream, StreamError> {
-        let invalid = |message: String| StreamError { failure: StreamFailure::Invalid, message };
-        let instance = instance_id(&request.instance_id).map_err(|error| invalid(error.to_string()))?;
+        let guest = self.guest(&request.instance_id)?;
+        guest.open(streams::command(request)?).await
+    }
+
+    /// Connects to a TCP port in a guest.
+    pub async fn connect(&self, request: v1::ConnectRequest) -> Result<ExecStream, StreamError> {
+        self.guest(&request.instance_id)?.open(Open::Connect { port: request.port }).await
+    }
+
+    /// Moves files out of a guest or into it.
+    pub async fn archive(&self, request: v1::ArchiveRequest) -> Result<ExecStream, StreamError> {
+        let guest = self.guest(&request.instance_id)?;
+        guest.open(streams::archive(request)?).await
+    }
+
+    fn guest(&self, instance: &str) -> Result<Guest, StreamError> {
+        let instance = instance_id(instance).map_err(|error| streams::invalid(error.to_string()))?;
         let guest = self.0.lock().get(&instance).map(|handle| handle.guest.clone());
         let guest = guest.ok_or_else(|| StreamError {
             failure: StreamFailure::NoInstance,
             message: format!("{instance} does not run on this node"),
         })?;
-        let guest = guest.ok_or_else(|| StreamError {
+        guest.ok_or_else(|| StreamError {
             failure: StreamFailure::GuestUnavailable,
             message: format!("the guest of {instance} is not started yet"),
-        })?;
-        if request.terminal.is_some() || request.shell {
-            return Err(invalid("this node has no terminals yet: leave -t and the shell out".to_owned()));
-        }
-        if request.command.is_empty() {
-            return Err(invalid("the command is empty".to_owned()));
-        }
-        let env = request.env.into_iter().map(|(name, value)| guest_v1::EnvVar { name, value }).collect();
-        let process = guest_v1::Process { argv: request.command, env, cwd: request.working_dir, user: String::new() };
-        guest.exec(process, request.stdin).await
+        })
     }
 
     /// Removes what a Workspace printed; its writable layer was deleted. Blocks for a moment.
@@ -223,18 +229,18 @@ impl Instances {
     }
 
     /// What a Workspace printed on this node. With `follow`, it ends with the Instance.
-    pub fn log(
-        &self,
-        workspace_uid: &str,
-        tail_lines: Option<u64>,
-        follow: bool,
-    ) -> Result<impl Stream<Item = LogChunk> + Send + use<>, StreamError> {
-        let failed = |failure, message| StreamError { failure, message };
-        let workspace: ObjectUid = workspace_uid
-            .parse()
-            .map_err(|error: kibo_crds::NameError| failed(StreamFailure::Invalid, error.to_string()))?;
-        self.0.deps.logs.read(&workspace, tail_lines, follow).map_err(|error| {
-            failed(StreamFailure::GuestUnavailable, format!("failed to read the log of {workspace}: {error}"))
+    pub fn log(&self, request: &v1::LogRequest) -> Result<impl Stream<Item = LogChunk> + Send + use<>, StreamError> {
+        let workspace: ObjectUid =
+            request.workspace_uid.parse().map_err(|error: kibo_crds::NameError| streams::invalid(error.to_string()))?;
+        let wanted = Wanted {
+            tail: request.tail_lines,
+            since_unix_nanos: request.since_unix_nanos,
+            timestamps: request.timestamps,
+            limit: request.limit_bytes,
+        };
+        self.0.deps.logs.read(&workspace, wanted, request.follow).map_err(|error| StreamError {
+            failure: StreamFailure::Failed,
+            message: format!("failed to read the log of {workspace}: {error}"),
         })
     }
 }

@@ -239,6 +239,9 @@ impl Task {
             }
             self.state = next;
             self.inner.entered(instance, self.state.reported());
+            if let Some(why) = self.state.ending() {
+                self.with_guest(|guest| guest.ends(why));
+            }
             for action in actions {
                 self.perform(action).await;
             }

@@ -24,19 +24,34 @@ pub enum StopMode {
     Force,
 }
 
-/// An open exec. Both directions are bounded: whoever does not read is not sent more.
+/// An open command, connection or archive. Both directions are bounded: whoever does not read is not sent more.
 #[derive(Debug)]
 pub struct ExecStream {
     /// Dropped: standard input is closed.
-    pub stdin: mpsc::Sender<Bytes>,
-    /// Ends with an [`ExecOutput::Exit`] or an [`ExecOutput::Failed`]. Dropped: the process is killed.
+    pub input: mpsc::Sender<ExecInput>,
+    /// Ends with an [`ExecOutput::Exit`] or an [`ExecOutput::Failed`]. Dropped: a process is hung up, a connection closed.
     pub output: mpsc::Receiver<ExecOutput>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ExecInput {
+    Data(Bytes),
+    /// Of standard input; the rest may still come.
+    Close,
+    Resize {
+        columns: u32,
+        rows: u32,
+    },
+    /// Linux number, for the command's whole group.
+    Signal(u32),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ExecOutput {
     Stdout(Bytes),
     Stderr(Bytes),
+    /// A connection's server sends nothing more.
+    StdoutClosed,
     Exit(ExecExit),
     /// The process could not be started, or the channel to the guest was lost.
     Failed(StreamError),

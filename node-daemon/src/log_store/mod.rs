@@ -4,6 +4,7 @@
 //! acknowledged, the guest forgets, so a piece is written before it counts; it is not synced to the disk, since a host
 //! that loses its page cache loses the guest as well.
 
+mod lines;
 mod segment;
 
 use std::{
@@ -15,14 +16,16 @@ use std::{
     time::Duration,
 };
 
-use bytes::Bytes;
 use futures::{Stream, stream};
 use kibo_crds::{InstanceId, ObjectUid};
 use kibo_guest_protocol::v1;
 use tokio::sync::watch;
 
 use crate::{guest::LogSink, instance::LogChunk};
+use lines::Lines;
 use segment::{LastLines, Record, Segment, read_from};
+
+pub use lines::Wanted;
 
 /// How much is kept of each Workspace.
 #[derive(Clone, Copy, Debug)]
@@ -81,18 +84,20 @@ impl LogStore {
         LogWriter { directory, bounds: self.bounds, instance, end, live, failing: false }
     }
 
-    /// What is kept, from the last `tail` lines on; with `follow`, what comes as long as somebody writes.
+    /// What is wanted of what is kept, over all Instances, the oldest first; with `follow`, what comes as long as somebody
+    /// writes.
     pub fn read(
         &self,
         workspace: &ObjectUid,
-        tail: Option<u64>,
+        wanted: Wanted,
         follow: bool,
     ) -> io::Result<impl Stream<Item = LogChunk> + Send + use<>> {
         let directory = self.directory(workspace);
         // Before the first look, so that nothing is missed after it.
         let changes = follow.then(|| self.live(workspace).writers.subscribe());
-        let mut reader = Reader { directory, position: None, ready: VecDeque::new(), changes };
-        reader.start(tail)?;
+        let lines = Lines::new(wanted);
+        let mut reader = Reader { directory, position: None, ready: VecDeque::new(), lines, changes };
+        reader.start(wanted.tail)?;
         Ok(stream::unfold(reader, |mut reader| async move { Some((reader.next().await?, reader)) }))
     }
 
@@ -239,7 +244,8 @@ struct Reader {
     directory: PathBuf,
     /// Segment, and the place in its file; nothing when there was nothing yet.
     position: Option<(Segment, u64)>,
-    ready: VecDeque<LogChunk>,
+    ready: VecDeque<(InstanceId, Record)>,
+    lines: Lines,
     /// Absent: what is there now is all.
     changes: Option<watch::Receiver<usize>>,
 }
@@ -248,11 +254,15 @@ impl Reader {
     fn start(&mut self, tail: Option<u64>) -> io::Result<()> {
         let Some(lines) = tail else { return Ok(()) };
         let mut last = LastLines::new(lines);
+        let mut instance = None;
         for segment in Segment::list(&self.directory)?.into_iter().rev() {
+            if instance.replace(segment.instance).is_some_and(|later| later != segment.instance) {
+                last.begin_instance();
+            }
             let (records, end) = read_unless_gone(&segment.path(&self.directory), 0)?;
             self.position.get_or_insert((segment, end));
             for record in last.take(records).into_iter().rev() {
-                self.ready.push_front(chunk(record));
+                self.ready.push_front((segment.instance, record));
             }
             if last.is_complete() {
                 break;
@@ -263,8 +273,14 @@ impl Reader {
 
     async fn next(&mut self) -> Option<LogChunk> {
         loop {
-            if let Some(chunk) = self.ready.pop_front() {
-                return Some(chunk);
+            if self.lines.is_over() {
+                return None;
+            }
+            if let Some((instance, record)) = self.ready.pop_front() {
+                match self.lines.take(instance, &record) {
+                    Some(chunk) => return Some(chunk),
+                    None => continue,
+                }
             }
             // In this order: what is written after the look marks a change.
             let writers = self.changes.as_mut().map(|changes| *changes.borrow_and_update());
@@ -289,7 +305,7 @@ impl Reader {
             let (records, end) = read_unless_gone(&segment.path(&self.directory), position)?;
             if !records.is_empty() {
                 self.position = Some((segment, end));
-                self.ready.extend(records.into_iter().map(chunk));
+                self.ready.extend(records.into_iter().map(|record| (segment.instance, record)));
                 return Ok(true);
             }
         }
@@ -307,10 +323,6 @@ fn read_unless_gone(path: &Path, position: u64) -> io::Result<(Vec<Record>, u64)
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok((Vec::new(), position)),
         result => result,
     }
-}
-
-fn chunk(record: Record) -> LogChunk {
-    LogChunk { is_stderr: record.is_stderr, data: Bytes::from(record.data) }
 }
 
 #[cfg(test)]

@@ -102,47 +102,66 @@ pub fn read_from(path: &Path, position: u64) -> io::Result<(Vec<Record>, u64)> {
     Ok((records, position + (bytes.len() - rest.len()) as u64))
 }
 
-/// Finds the last lines of a log that is read backwards, segment by segment.
+/// Finds the last lines of a log that is read backwards, segment by segment. Lines are counted by where they end; each
+/// output has its own, so that none is torn where the outputs alternate.
 #[derive(Debug)]
 pub struct LastLines {
-    /// Line ends that are still to be passed.
+    /// Lines that are still to be found.
     wanted: u64,
-    /// A line end at the very end of the log ends the last line and begins none.
-    at_end: bool,
+    /// Of standard output and of standard error.
+    lines: [Line; 2],
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Line {
+    /// Within one that is wanted.
+    is_open: bool,
+    /// Nothing that comes before is wanted.
+    is_cut: bool,
 }
 
 impl LastLines {
     pub fn new(lines: u64) -> Self {
-        Self { wanted: lines, at_end: true }
+        Self { wanted: lines, lines: [Line::default(); 2] }
     }
 
     /// Whether nothing before what was taken is wanted.
     pub fn is_complete(&self) -> bool {
-        self.wanted == 0
+        self.wanted == 0 && self.lines.iter().all(|line| line.is_cut || !line.is_open)
+    }
+
+    /// What follows (before it in time) is of another Instance, and so are its lines.
+    pub fn begin_instance(&mut self) {
+        for line in &mut self.lines {
+            line.is_open = false;
+        }
     }
 
     /// What is wanted of the records before those that were taken already.
-    pub fn take(&mut self, mut records: Vec<Record>) -> Vec<Record> {
-        if self.is_complete() {
-            return Vec::new();
-        }
-        for index in (0..records.len()).rev() {
-            for byte in (0..records[index].data.len()).rev() {
-                let at_end = std::mem::replace(&mut self.at_end, false);
-                if records[index].data[byte] != b'\n' || at_end {
-                    continue;
-                }
-                self.wanted -= 1;
-                if self.is_complete() {
-                    let mut kept = records.split_off(index);
-                    kept[0].data.drain(..=byte);
-                    kept[0].offset += byte as u64 + 1;
-                    kept.retain(|record| !record.data.is_empty());
-                    return kept;
-                }
+    pub fn take(&mut self, records: Vec<Record>) -> Vec<Record> {
+        let mut kept: Vec<Record> = records.into_iter().rev().filter_map(|record| self.cut(record)).collect();
+        kept.reverse();
+        kept
+    }
+
+    fn cut(&mut self, mut record: Record) -> Option<Record> {
+        let line = &mut self.lines[usize::from(record.is_stderr)];
+        let mut start = record.data.len();
+        while start > 0 && !line.is_cut {
+            let ends_line = record.data[start - 1] == b'\n' || !line.is_open;
+            if ends_line && self.wanted == 0 {
+                line.is_cut = true;
+                break;
             }
+            if ends_line {
+                self.wanted -= 1;
+                line.is_open = true;
+            }
+            start -= 1;
         }
-        records
+        record.data.drain(..start);
+        record.offset += start as u64;
+        (!record.data.is_empty()).then_some(record)
     }
 }
 
@@ -151,14 +170,18 @@ mod tests {
     use super::*;
 
     fn record(offset: u64, text: &str) -> Record {
-        Record { offset, unix_nanos: 7, is_stderr: offset % 2 == 1, data: text.as_bytes().to_vec() }
+        Record { offset, unix_nanos: 7, is_stderr: false, data: text.as_bytes().to_vec() }
+    }
+
+    fn error(offset: u64, text: &str) -> Record {
+        Record { is_stderr: true, ..record(offset, text) }
     }
 
     #[test]
     fn a_torn_record_is_not_read() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("segment");
-        let (first, second) = (record(0, "one\n"), record(5, "two\n"));
+        let (first, second) = (record(0, "one\n"), error(5, "two\n"));
         let mut bytes = first.encode();
         let whole = bytes.len() as u64;
         bytes.extend(second.encode());
@@ -194,5 +217,20 @@ mod tests {
             }
         }
         assert_eq!(text(&LastLines::new(1).take(vec![record(0, "a\nb\n")])), "b\n");
+    }
+
+    #[test]
+    fn the_last_lines_of_outputs_that_alternate_are_whole() {
+        for (lines, expected) in [
+            (1, "two parts\n"),
+            (2, "two error\nparts\n"),
+            (3, "one\ntwo error\nparts\n"),
+            (9, "one\ntwo error\nparts\n"),
+        ] {
+            let records = vec![record(0, "one\ntwo "), error(8, "error\n"), record(14, "parts\n")];
+            let kept = LastLines::new(lines).take(records);
+            let found: String = kept.iter().map(|record| String::from_utf8_lossy(&record.data).into_owned()).collect();
+            assert_eq!(found, expected, "{lines} lines");
+        }
     }
 }

@@ -22,7 +22,11 @@ impl Fixture {
     }
 
     async fn text(&self, tail: Option<u64>) -> String {
-        let chunks: Vec<LogChunk> = self.store.read(&self.workspace, tail, false).unwrap().collect().await;
+        self.read(Wanted { tail, ..Wanted::default() }).await
+    }
+
+    async fn read(&self, wanted: Wanted) -> String {
+        let chunks: Vec<LogChunk> = self.store.read(&self.workspace, wanted, false).unwrap().collect().await;
         chunks.iter().map(|chunk| String::from_utf8_lossy(&chunk.data).into_owned()).collect()
     }
 }
@@ -76,7 +80,8 @@ async fn a_follower_gets_what_comes_until_the_writer_is_gone() {
     let fixture = fixture(LogBounds { segment_bytes: 30, segments: 8, ..LogBounds::default() });
     let mut writer = fixture.writer(InstanceId::generate());
     writer.store(&piece(0, "old\nnew\n"));
-    let mut follower = Box::pin(fixture.store.read(&fixture.workspace, Some(1), true).unwrap());
+    let mut follower =
+        Box::pin(fixture.store.read(&fixture.workspace, Wanted { tail: Some(1), ..Wanted::default() }, true).unwrap());
     assert_eq!(follower.next().await.unwrap().data, "new\n");
     assert!(follower.next().now_or_never().is_none(), "nothing more yet");
     writer.store(&piece(8, "one\n"));
@@ -85,6 +90,35 @@ async fn a_follower_gets_what_comes_until_the_writer_is_gone() {
     let rest: Vec<LogChunk> = follower.collect().await;
     let rest: Vec<&[u8]> = rest.iter().map(|chunk| chunk.data.as_ref()).collect();
     assert_eq!(rest, [b"one\n", b"two\n"]);
+}
+
+#[tokio::test]
+async fn lines_have_their_times_over_restarts_of_daemon_and_guest() {
+    let fixture = fixture(LogBounds { segment_bytes: 40, segments: 8, ..LogBounds::default() });
+    let (first, second) = (InstanceId::generate(), InstanceId::generate());
+    let at = |seconds: u64, offset: u64, text: &str| v1::LogData {
+        time_unix_nanos: seconds * 1_000_000_000,
+        ..piece(offset, text)
+    };
+    let mut writer = fixture.writer(first);
+    writer.store(&at(10, 0, "one\ntwo, in "));
+    drop(writer);
+    let mut writer = fixture.writer(first);
+    writer.store(&at(20, 12, "two parts\n"));
+    writer.store(&at(30, 22, "cut off"));
+    let mut writer = fixture.writer(second);
+    writer.store(&at(40, 0, "three\n"));
+    let since = |seconds: u64| Wanted { since_unix_nanos: Some(seconds * 1_000_000_000), ..Wanted::default() };
+    assert_eq!(fixture.read(since(10)).await, "one\ntwo, in two parts\ncut off\nthree\n");
+    assert_eq!(fixture.read(since(20)).await, "cut off\nthree\n");
+    let timed = fixture.read(Wanted { timestamps: true, tail: Some(2), ..Wanted::default() }).await;
+    assert_eq!(timed, "1970-01-01T00:00:30.000000000Z cut off\n1970-01-01T00:00:40.000000000Z three\n");
+    assert_eq!(fixture.read(Wanted { limit: Some(5), ..Wanted::default() }).await, "one\nt");
+    let mut follower = Box::pin(fixture.store.read(&fixture.workspace, since(50), true).unwrap());
+    assert!(follower.next().now_or_never().is_none(), "nothing of that time yet");
+    writer.store(&at(49, 6, "four\n"));
+    writer.store(&at(51, 11, "five\n"));
+    assert_eq!(follower.next().await.unwrap().data, "five\n");
 }
 
 #[tokio::test]

@@ -47,12 +47,11 @@ pub trait InstanceControl: Send + Sync + 'static {
 
     fn exec(&self, request: v1::ExecRequest) -> impl Future<Output = Result<ExecStream, StreamError>> + Send;
 
-    fn log(
-        &self,
-        workspace_uid: &str,
-        tail_lines: Option<u64>,
-        follow: bool,
-    ) -> Result<BoxStream<'static, LogChunk>, StreamError>;
+    fn connect(&self, request: v1::ConnectRequest) -> impl Future<Output = Result<ExecStream, StreamError>> + Send;
+
+    fn archive(&self, request: v1::ArchiveRequest) -> impl Future<Output = Result<ExecStream, StreamError>> + Send;
+
+    fn log(&self, request: &v1::LogRequest) -> Result<BoxStream<'static, LogChunk>, StreamError>;
 
     /// What a Workspace printed goes with its writable layer, whose uid is the Workspace's. Blocks for a moment.
     fn forget_log(&self, layer: &ObjectUid);

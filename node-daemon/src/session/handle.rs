@@ -17,7 +17,7 @@ use super::{
     node::Node,
     outbox::Outbox,
     settle::{NotHere, settle},
-    streams::{self, Way},
+    streams::{self, SessionEnd, Way},
 };
 use crate::{
     admission::Settings,
@@ -35,7 +35,7 @@ pub struct Handler<I> {
     desired: Vec<v1::Desired>,
     streams: HashMap<String, CancellationToken>,
     /// Ends every stream with the session.
-    closed: CancellationToken,
+    closed: SessionEnd,
 }
 
 fn stop_mode(mode: v1::StopMode) -> StopMode {
@@ -56,14 +56,17 @@ impl<I: InstanceControl> Handler<I> {
     ) -> Result<Self, End> {
         let desired = ack.desired.clone();
         let handler =
-            Self { node, incarnation, outbox, way, desired, streams: HashMap::new(), closed: CancellationToken::new() };
+            Self { node, incarnation, outbox, way, desired, streams: HashMap::new(), closed: SessionEnd::default() };
         let settings = ack.settings.as_ref().ok_or_else(|| End::Disobeyed("the HelloAck has no settings".into()))?;
         handler.apply(settings)?;
         Ok(handler)
     }
 
-    pub fn close(&self) {
-        self.closed.cancel();
+    pub fn close(&self, end: &End) {
+        self.closed.close(match end {
+            End::Refused { .. } => format!("the operator ended the session of node {}: try again", self.node.id),
+            _ => format!("node {} lost its operator, whose leader may have changed: try again", self.node.id),
+        });
     }
 
     fn taker(&self, instance: InstanceId) -> Taker {
@@ -304,8 +307,9 @@ impl<I: InstanceControl> Handler<I> {
             way: self.way.clone(),
             outbox: self.outbox.clone(),
             cancel,
+            session: self.closed.clone(),
         };
-        tokio::spawn(stream.run(open));
+        stream.spawn(open);
     }
 }
 

@@ -76,7 +76,7 @@ pub async fn run<I: InstanceControl>(
         Err(end) => return end,
     };
     let end = serve(node, &mut handler, &mut inbound, &outbox).await;
-    handler.close();
+    handler.close(&end);
     end
 }
 

@@ -45,13 +45,19 @@ const LIVED: Duration = Duration::from_secs(10);
 
 /// Keeps a session open until the daemon ends or is isolated.
 pub async fn run<I: InstanceControl>(node: Arc<Node<I>>, shutdown: CancellationToken) -> Outcome {
+    let outcome = keep_open(&node, shutdown).await;
+    node.streams.end().await;
+    outcome
+}
+
+async fn keep_open<I: InstanceControl>(node: &Arc<Node<I>>, shutdown: CancellationToken) -> Outcome {
     let mut failures: u32 = 0;
     let mut last_end = None;
     for attempt in 0usize.. {
         let endpoints = &node.config.control.endpoints;
         let endpoint = &endpoints[attempt % endpoints.len()];
         let begun = tokio::time::Instant::now();
-        let end = one_session(&node, endpoint, &shutdown).await;
+        let end = one_session(node, endpoint, &shutdown).await;
         failures = if begun.elapsed() >= LIVED { 1 } else { failures.saturating_add(1) };
         let next = backoff::next(&end, failures);
         tell(endpoint, &end, next, last_end.as_ref() == Some(&end));

@@ -8,7 +8,7 @@ use std::{
 use kibo_crds::{Incarnation, InstanceId, NodeId};
 use kibo_protocol::v1;
 
-use super::control::InstanceControl;
+use super::{control::InstanceControl, streams::OpenStreams};
 use crate::{
     admission::Admission,
     config::Config,
@@ -40,6 +40,7 @@ pub struct Node<I> {
     pub(super) spool: Arc<EventSpool>,
     pub(super) admission: Admission,
     pub(super) instances: I,
+    pub(super) streams: OpenStreams,
     settling: Mutex<HashSet<InstanceId>>,
 }
 
@@ -48,7 +49,8 @@ impl<I: InstanceControl> Node<I> {
         let NodeParts { id, boot_id, config, dir, state, pools, spool, instances } = parts;
         let admission = Admission::new(config.resources, config.images.dir.clone(), Arc::clone(&pools));
         let settling = Mutex::default();
-        Self { id, boot_id, config, dir, state, pools, spool, admission, instances, settling }
+        let streams = OpenStreams::default();
+        Self { id, boot_id, config, dir, state, pools, spool, admission, instances, streams, settling }
     }
 
     /// Marks an Instance whose grants are being closed; `false` when it is marked already.

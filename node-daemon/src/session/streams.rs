@@ -1,10 +1,13 @@
-//! Exec and log streams: the operator asks on the session, the node dials back.
+//! Streams (commands, connections, archives, logs): the operator asks on the session, the node dials back.
 //!
 //! Each stream has a connection of its own, so that a client that does not read stops only its own
 //! stream. When that connection reaches another replica than the one that asked, the stream goes
 //! through the session's connection.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use futures::StreamExt as _;
 use kibo_protocol::v1::{
@@ -12,7 +15,7 @@ use kibo_protocol::v1::{
 };
 use tokio::{sync::mpsc, time::timeout};
 use tokio_stream::wrappers::ReceiverStream;
-use tokio_util::sync::CancellationToken;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::{Streaming, transport::Channel};
 
 use super::{
@@ -23,12 +26,49 @@ use super::{
 };
 use crate::{
     config::Endpoint,
-    instance::{ExecExit, ExecOutput, ExecStream, StreamError},
+    instance::{ExecExit, ExecInput, ExecOutput, ExecStream, StreamError},
 };
 
 /// Frames on their way to the operator.
 const FRAMES: usize = 8;
 const DIAL_WITHIN: Duration = Duration::from_secs(10);
+/// How long the last word of a stream that is interrupted may take to reach the operator.
+const LAST_WORD: Duration = Duration::from_secs(1);
+
+/// All streams of the daemon, so that it can say goodbye to them.
+#[derive(Clone, Debug, Default)]
+pub struct OpenStreams {
+    tasks: TaskTracker,
+    stopping: CancellationToken,
+}
+
+impl OpenStreams {
+    /// The daemon ends: tells each client so and waits until they are told, for a moment.
+    pub async fn end(&self) {
+        self.stopping.cancel();
+        self.tasks.close();
+        let _ = timeout(LAST_WORD, self.tasks.wait()).await;
+    }
+}
+
+/// When the streams of a session end, and what their clients are told.
+#[derive(Clone, Debug, Default)]
+pub struct SessionEnd {
+    closed: CancellationToken,
+    why: Arc<OnceLock<String>>,
+}
+
+impl SessionEnd {
+    pub fn close(&self, why: String) {
+        // The first word stands.
+        let _ = self.why.set(why);
+        self.closed.cancel();
+    }
+
+    pub fn child_token(&self) -> CancellationToken {
+        self.closed.child_token()
+    }
+}
 
 /// How to reach the operator that this session is with.
 #[derive(Clone)]
@@ -42,7 +82,9 @@ pub struct Stream<I> {
     pub node: Arc<Node<I>>,
     pub way: Way,
     pub outbox: Outbox,
+    /// The operator wants this one no more, or its session has ended.
     pub cancel: CancellationToken,
+    pub session: SessionEnd,
 }
 
 /// An attached stream: both directions are bounded.
@@ -52,26 +94,62 @@ struct Attached {
 }
 
 impl<I: InstanceControl> Stream<I> {
-    pub async fn run(self, open: v1::OpenStream) {
+    /// Serves the stream on a task of its own.
+    pub fn spawn(self, open: v1::OpenStream) {
+        let tasks = self.node.streams.tasks.clone();
+        tasks.spawn(self.run(open));
+    }
+
+    async fn run(self, open: v1::OpenStream) {
         let stream_id = open.stream_id;
-        let done = async {
-            let attached = match self.attach(&stream_id).await {
-                Ok(attached) => attached,
-                Err(message) => {
-                    let failure = v1::StreamFailure::Unspecified.into();
-                    tracing::warn!(message, "a stream could not be attached");
-                    self.outbox.send(Message::StreamRefused(v1::StreamRefused { stream_id, message, failure }));
-                    return;
+        let attached = tokio::select! {
+            attached = self.attach(&stream_id) => attached,
+            _ = self.interrupted() => return,
+        };
+        match attached {
+            Ok(attached) => self.serve(open.kind, attached).await,
+            Err(message) => {
+                let failure = v1::StreamFailure::Unspecified.into();
+                tracing::warn!(message, "a stream could not be attached");
+                self.outbox.send(Message::StreamRefused(v1::StreamRefused { stream_id, message, failure }));
+            }
+        }
+        // Marks the stream as over for whoever keeps the list.
+        self.cancel.cancel();
+    }
+
+    async fn serve(&self, kind: Option<Kind>, attached: Attached) {
+        let Attached { to_operator, mut from_operator } = attached;
+        let served = async {
+            match kind {
+                Some(Kind::Exec(request)) => {
+                    let has_stdin = request.stdin;
+                    let stream = self.node.instances.exec(request).await?;
+                    carry(stream, has_stdin, &to_operator, &mut from_operator).await
                 }
-            };
-            let Attached { to_operator, mut from_operator } = attached;
-            let served = match open.kind {
-                Some(Kind::Exec(request)) => self.exec(request, &to_operator, &mut from_operator).await,
+                Some(Kind::Connect(request)) => {
+                    let stream = self.node.instances.connect(request).await?;
+                    carry(stream, true, &to_operator, &mut from_operator).await
+                }
+                Some(Kind::Archive(request)) => {
+                    let has_stdin = matches!(request.direction, Some(v1::archive_request::Direction::Write(_)));
+                    let stream = self.node.instances.archive(request).await?;
+                    carry(stream, has_stdin, &to_operator, &mut from_operator).await
+                }
                 Some(Kind::Log(request)) => self.log(&request, &to_operator, &mut from_operator).await,
-                Some(Kind::Connect(_) | Kind::Archive(_)) | None => {
+                None => {
                     Err(invalid("this node does not know what kind of stream that is: update its node-daemon".into()))
                 }
-            };
+            }
+        };
+        let (served, interrupted) = tokio::select! {
+            served = served => (served, false),
+            why = self.interrupted() => match why {
+                Some(message) => (Err(StreamError { failure: v1::StreamFailure::Interrupted, message }), true),
+                None => return,
+            },
+        };
+        let close = async {
             if let Err(error) = served {
                 let error = v1::StreamError { failure: error.failure.into(), message: error.message };
                 send(&to_operator, Frame::Error(error)).await;
@@ -81,12 +159,24 @@ impl<I: InstanceControl> Stream<I> {
             drop(to_operator);
             until_closed(&mut from_operator).await;
         };
-        tokio::select! {
-            () = done => {}
-            () = self.cancel.cancelled() => {}
+        if interrupted {
+            let _ = timeout(LAST_WORD, close).await;
+        } else {
+            tokio::select! {
+                () = close => {}
+                _ = self.interrupted() => {}
+            }
         }
-        // Marks the stream as over for whoever keeps the list.
-        self.cancel.cancel();
+    }
+
+    /// Waits until the stream is to end, whatever it does; gives what its client is to hear, if it is there.
+    async fn interrupted(&self) -> Option<String> {
+        tokio::select! {
+            () = self.cancel.cancelled() => self.session.why.get().cloned(),
+            () = self.node.streams.stopping.cancelled() => {
+                Some("the node-daemon restarts; the workspace goes on: try again in a moment".to_owned())
+            }
+        }
     }
 
     async fn attach(&self, stream_id: &str) -> Result<Attached, String> {
@@ -115,28 +205,13 @@ impl<I: InstanceControl> Stream<I> {
         }
     }
 
-    async fn exec(
-        &self,
-        request: v1::ExecRequest,
-        to_operator: &mpsc::Sender<v1::StreamFromNode>,
-        from_operator: &mut Streaming<v1::StreamToNode>,
-    ) -> Result<(), StreamError> {
-        let has_stdin = request.stdin;
-        let ExecStream { stdin, output } = self.node.instances.exec(request).await?;
-        // Dropping `output` kills the process, and that happens as soon as the operator is gone.
-        tokio::select! {
-            result = pump_output(output, to_operator) => result,
-            () = pump_stdin(from_operator, has_stdin.then_some(stdin), to_operator) => Ok(()),
-        }
-    }
-
     async fn log(
         &self,
         request: &v1::LogRequest,
         to_operator: &mpsc::Sender<v1::StreamFromNode>,
         from_operator: &mut Streaming<v1::StreamToNode>,
     ) -> Result<(), StreamError> {
-        let mut chunks = self.node.instances.log(&request.workspace_uid, request.tail_lines, request.follow)?;
+        let mut chunks = self.node.instances.log(request)?;
         let copy = async {
             while let Some(chunk) = chunks.next().await {
                 let frame = if chunk.is_stderr { Frame::Stderr(chunk.data) } else { Frame::Stdout(chunk.data) };
@@ -147,9 +222,23 @@ impl<I: InstanceControl> Stream<I> {
         };
         tokio::select! {
             () = copy => {}
-            () = pump_stdin(from_operator, None, to_operator) => {}
+            () = pump_input(from_operator, None, false, to_operator) => {}
         }
         Ok(())
+    }
+}
+
+/// Moves bytes both ways until the stream has ended or the operator is gone, which drops it.
+async fn carry(
+    stream: ExecStream,
+    has_stdin: bool,
+    to_operator: &mpsc::Sender<v1::StreamFromNode>,
+    from_operator: &mut Streaming<v1::StreamToNode>,
+) -> Result<(), StreamError> {
+    let ExecStream { input, output } = stream;
+    tokio::select! {
+        result = pump_output(output, to_operator) => result,
+        () = pump_input(from_operator, Some(input), has_stdin, to_operator) => Ok(()),
     }
 }
 
@@ -170,6 +259,7 @@ async fn pump_output(
         let frame = match piece {
             ExecOutput::Stdout(data) => Frame::Stdout(data),
             ExecOutput::Stderr(data) => Frame::Stderr(data),
+            ExecOutput::StdoutClosed => Frame::StdoutClosed(true),
             ExecOutput::Failed(error) => return Err(error),
             ExecOutput::Exit(exit) => {
                 send(to_operator, Frame::Exit(exit_status(exit))).await;
@@ -192,31 +282,38 @@ fn exit_status(exit: ExecExit) -> v1::ExitStatus {
 }
 
 /// Ends when the operator is gone; not when it only has nothing more to say.
-async fn pump_stdin(
+async fn pump_input(
     from_operator: &mut Streaming<v1::StreamToNode>,
-    mut stdin: Option<mpsc::Sender<bytes::Bytes>>,
+    mut input: Option<mpsc::Sender<ExecInput>>,
+    has_stdin: bool,
     to_operator: &mpsc::Sender<v1::StreamFromNode>,
 ) {
     loop {
         match from_operator.message().await {
             Err(_) => return,
             Ok(None) => break,
-            Ok(Some(message)) => match message.frame {
-                Some(FrameToNode::Stdin(data)) if !data.is_empty() => {
-                    if let Some(open) = &stdin
-                        && open.send(data).await.is_err()
-                    {
-                        // The process does not read any more; what comes is dropped, as a pipe would.
-                        stdin = None;
-                    }
+            Ok(Some(message)) => {
+                if let Some(heard) = heard(message, has_stdin)
+                    && let Some(open) = &input
+                    && open.send(heard).await.is_err()
+                {
+                    // The process does not read any more; what comes is dropped, as a pipe would.
+                    input = None;
                 }
-                Some(FrameToNode::StdinClosed(true)) => stdin = None,
-                _ => {}
-            },
+            }
         }
     }
-    drop(stdin);
+    drop(input);
     to_operator.closed().await;
+}
+
+fn heard(message: v1::StreamToNode, has_stdin: bool) -> Option<ExecInput> {
+    match message.frame? {
+        FrameToNode::Stdin(data) => (has_stdin && !data.is_empty()).then(|| ExecInput::Data(data)),
+        FrameToNode::StdinClosed(closed) => (has_stdin && closed).then_some(ExecInput::Close),
+        FrameToNode::Resize(v1::Resize { columns, rows }) => Some(ExecInput::Resize { columns, rows }),
+        FrameToNode::Signal(number) => Some(ExecInput::Signal(number)),
+    }
 }
 
 async fn until_closed(from_operator: &mut Streaming<v1::StreamToNode>) {

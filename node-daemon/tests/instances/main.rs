@@ -55,7 +55,7 @@ fn the_entrypoint_is_logged_and_its_end_is_told() {
     assert_eq!(code, (Some(5), false));
     daemon.instances.stop(instance, StopMode::Normal);
     daemon.ended(instance);
-    let log = daemon.instances.log(workspace.uid(), None, true).unwrap();
+    let log = daemon.instances.log(&node::follow(workspace.uid())).unwrap();
     let chunks: Vec<_> = daemon.block_on(log.collect());
     let stderr: Vec<_> = chunks.iter().filter(|chunk| chunk.is_stderr).map(|chunk| chunk.data.as_ref()).collect();
     assert_eq!(stderr, [b"err\n"]);

@@ -329,7 +329,7 @@ impl Daemon {
     /// At least `count` lines of the Workspace's log from its beginning, as soon as they are there.
     pub fn log_lines(&self, workspace: &Workspace, count: usize) -> Vec<String> {
         let follow = async {
-            let mut log = Box::pin(self.instances.log(workspace.uid(), None, true).unwrap());
+            let mut log = Box::pin(self.instances.log(&follow(workspace.uid())).unwrap());
             let mut text = String::new();
             while text.matches('\n').count() < count {
                 text.push_str(str::from_utf8(&log.next().await.expect("the log ends").data).unwrap());
@@ -377,6 +377,11 @@ impl Daemon {
         let (last, printed) = self.block_on(async { tokio::time::timeout(PATIENCE, run).await }).expect("exec hangs");
         (last, String::from_utf8_lossy(&printed).into_owned())
     }
+}
+
+/// All of a Workspace's log and what comes.
+pub fn follow(workspace_uid: &str) -> v1::LogRequest {
+    v1::LogRequest { workspace_uid: workspace_uid.to_owned(), follow: true, ..v1::LogRequest::default() }
 }
 
 fn uuid() -> String {

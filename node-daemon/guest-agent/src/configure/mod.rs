@@ -25,6 +25,8 @@ pub struct Workspace {
     pub namespace: OwnedFd,
     /// The Workspace's `/`.
     pub root: OwnedFd,
+    /// The Workspace's /dev/pts, whatever becomes of the name.
+    pub terminals: OwnedFd,
     /// One descriptor on each file system that can be written, with its name.
     pub writable: Vec<(String, OwnedFd)>,
 }

@@ -40,7 +40,8 @@ pub fn mount_all(request: &Request, disks: &Disks) -> Result<Workspace, Failure>
     let namespace = open("/proc/thread-self/ns/mnt")
         .map_err(|errno| at_root(format!("failed to keep the mount namespace: {errno}")))?;
     let root = open("/").map_err(|errno| at_root(format!("failed to open /: {errno}")))?;
-    Ok(Workspace { namespace, root, writable })
+    let terminals = open("/dev/pts").map_err(|errno| at_root(format!("failed to open /dev/pts: {errno}")))?;
+    Ok(Workspace { namespace, root, terminals, writable })
 }
 
 fn at_root(message: String) -> Failure {

@@ -147,7 +147,7 @@ impl Entrypoint {
         match pipe::read(&outlet.reader, limit) {
             Found::Data(data) => Some(data),
             // The agent holds a writer itself: there is no end.
-            Found::Nothing | Found::End => None,
+            Found::Nothing | Found::End | Found::Broken(_) => None,
         }
     }
 
@@ -169,7 +169,8 @@ fn run(
     stderr: &Outlet,
 ) -> Result<Pid, StartFailure> {
     let writer = |outlet: &Outlet| outlet.writer.try_clone().map_err(|error| no_pipe(&error));
-    let streams = Streams { stdin: Stdio::null(), stdout: writer(stdout)?, stderr: writer(stderr)? };
+    let (stdout, stderr) = (writer(stdout)?.into(), writer(stderr)?.into());
+    let streams = Streams { stdin: Stdio::null(), stdout, stderr, terminal: None };
     spawn(workspace, &spec.process, &[], streams)
 }
 

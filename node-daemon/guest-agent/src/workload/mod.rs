@@ -1,10 +1,17 @@
-//! What runs in the Workspace: the entrypoint with its log, and exec streams.
+//! What runs in the Workspace: the entrypoint with its log, and the streams of its host.
 
+mod archiver;
+mod connect;
 pub mod entrypoint;
-pub mod exec;
+mod exec;
+mod inlet;
 pub mod log;
+mod outlet;
 mod pipe;
 mod process;
+mod shell;
+pub mod streams;
+mod terminal;
 mod user;
 
 use kibo_guest_protocol::ProcessEnd;

@@ -1,10 +1,14 @@
 //! Pipes to processes: the agent's end never blocks.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 
+use rustix::buffer::spare_capacity;
 use rustix::io::Errno;
-use rustix::pipe::{PipeFlags, pipe_with};
+use rustix::pipe::{PipeFlags, fcntl_setpipe_size, pipe_with};
+
+/// More than the kernel's own 64 KiB: with one CPU each filling of a pipe costs two switches between processes.
+const CAPACITY: usize = 256 * 1024;
 
 /// What a read found.
 #[derive(Debug, PartialEq, Eq)]
@@ -12,32 +16,44 @@ pub enum Found {
     Data(Vec<u8>),
     Nothing,
     End,
+    /// An end that is none: a connection was reset, a terminal has nobody at its other end any more.
+    Broken(Errno),
 }
 
 /// A pipe that the agent reads: (agent's end, process's end).
 pub fn readable() -> io::Result<(OwnedFd, OwnedFd)> {
-    let (reader, writer) = pipe_with(PipeFlags::CLOEXEC)?;
+    let (reader, writer) = pipe()?;
     rustix::io::ioctl_fionbio(&reader, true)?;
     Ok((reader, writer))
 }
 
 /// A pipe that the agent writes: (agent's end, process's end).
 pub fn writable() -> io::Result<(OwnedFd, OwnedFd)> {
-    let (reader, writer) = pipe_with(PipeFlags::CLOEXEC)?;
+    let (reader, writer) = pipe()?;
     rustix::io::ioctl_fionbio(&writer, true)?;
     Ok((writer, reader))
 }
 
+fn pipe() -> io::Result<(OwnedFd, OwnedFd)> {
+    let (reader, writer) = pipe_with(PipeFlags::CLOEXEC)?;
+    // A kernel that refuses has its reasons, and a smaller pipe works as well.
+    let _ = fcntl_setpipe_size(&writer, CAPACITY);
+    Ok((reader, writer))
+}
+
 /// Reads at most `limit` bytes, which is more than 0.
-pub fn read(fd: &OwnedFd, limit: usize) -> Found {
-    let mut buffer = vec![0; limit];
-    match rustix::io::read(fd, buffer.as_mut_slice()) {
+pub fn read(fd: impl AsFd, limit: usize) -> Found {
+    let mut buffer = Vec::with_capacity(limit);
+    match rustix::io::read(fd, spare_capacity(&mut buffer)) {
         Ok(0) => Found::End,
         Ok(len) => {
-            buffer.truncate(len);
+            // What is kept for a while must not hold memory that it does not use.
+            if len < limit / 2 {
+                buffer.shrink_to_fit();
+            }
             Found::Data(buffer)
         }
         Err(Errno::AGAIN | Errno::INTR) => Found::Nothing,
-        Err(_) => Found::End,
+        Err(errno) => Found::Broken(errno),
     }
 }

@@ -19,8 +19,10 @@ const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 /// Where a process's standard streams go.
 pub struct Streams {
     pub stdin: Stdio,
-    pub stdout: OwnedFd,
-    pub stderr: OwnedFd,
+    pub stdout: Stdio,
+    pub stderr: Stdio,
+    /// They are a terminal of this type (TERM; empty: not said), which becomes the process's own.
+    pub terminal: Option<String>,
 }
 
 /// Starts `process`. `base` is the environment below its own: for exec that of the entrypoint.
@@ -32,12 +34,17 @@ pub fn spawn(
     base: &[v1::EnvVar],
     streams: Streams,
 ) -> Result<Pid, StartFailure> {
-    let command = command(workspace, process, base)?;
+    let command = command(workspace, process, base, streams.terminal.as_deref())?;
     let pid = start(command, streams).map_err(|error| explain(&error, process))?;
     Ok(pid)
 }
 
-fn command(workspace: &Workspace, process: &v1::Process, base: &[v1::EnvVar]) -> Result<Command, StartFailure> {
+fn command(
+    workspace: &Workspace,
+    process: &v1::Process,
+    base: &[v1::EnvVar],
+    terminal: Option<&str>,
+) -> Result<Command, StartFailure> {
     let invalid = |message: String| start_failure(StartFailureReason::Invalid, message);
     let Some((program, arguments)) = process.argv.split_first().filter(|(program, _)| !program.is_empty()) else {
         return Err(invalid("the command is empty".to_owned()));
@@ -51,19 +58,33 @@ fn command(workspace: &Workspace, process: &v1::Process, base: &[v1::EnvVar]) ->
     let mut command = Command::new(program);
     command.args(arguments).env_clear();
     command.envs([("PATH", PATH), ("HOME", &user.home), ("USER", &user.name), ("TERM", "xterm")]);
-    for variable in base.iter().chain(&process.env) {
-        if variable.name.is_empty() || variable.name.contains(['=', '\0']) || variable.value.contains('\0') {
-            return Err(invalid(format!("{:?} cannot be the name of an environment variable", variable.name)));
-        }
-        command.env(&variable.name, &variable.value);
+    set_environment(&mut command, base)?;
+    match terminal {
+        Some("") => drop(command.env_remove("TERM")),
+        Some(term) if term.contains('\0') => return Err(invalid(format!("{term:?} is no kind of a terminal"))),
+        // The terminal is the client's, not the entrypoint's.
+        Some(term) => drop(command.env("TERM", term)),
+        None => {}
     }
+    set_environment(&mut command, &process.env)?;
     let cwd = CString::new(cwd).map_err(|_| invalid(format!("the directory {cwd:?} has a zero byte in it")))?;
-    enter_before_exec(&mut command, &workspace.namespace, cwd, &user);
+    enter_before_exec(&mut command, &workspace.namespace, cwd, &user, terminal.is_some());
     Ok(command)
 }
 
+fn set_environment(command: &mut Command, variables: &[v1::EnvVar]) -> Result<(), StartFailure> {
+    for variable in variables {
+        if variable.name.is_empty() || variable.name.contains(['=', '\0']) || variable.value.contains('\0') {
+            let message = format!("{:?} cannot be the name of an environment variable", variable.name);
+            return Err(start_failure(StartFailureReason::Invalid, message));
+        }
+        command.env(&variable.name, &variable.value);
+    }
+    Ok(())
+}
+
 /// What the child does between fork and exec.
-fn enter_before_exec(command: &mut Command, namespace: &OwnedFd, cwd: CString, user: &user::User) {
+fn enter_before_exec(command: &mut Command, namespace: &OwnedFd, cwd: CString, user: &user::User, has_terminal: bool) {
     let namespace = namespace.as_raw_fd();
     let (uid, gid) = (Uid::from_raw(user.uid), Gid::from_raw(user.gid));
     let groups: Vec<Gid> = user.groups.iter().copied().map(Gid::from_raw).collect();
@@ -72,6 +93,13 @@ fn enter_before_exec(command: &mut Command, namespace: &OwnedFd, cwd: CString, u
         // SAFETY: the descriptor belongs to the Workspace, which outlives the call of spawn, and so does the fork's copy.
         let namespace = unsafe { BorrowedFd::borrow_raw(namespace) };
         rustix::process::setsid()?;
+        if has_terminal {
+            #[allow(unsafe_code, reason = "the library's handle would take memory and a lock, see below")]
+            // SAFETY: the child's standard input was put there before this runs, and stays.
+            let terminal = unsafe { BorrowedFd::borrow_raw(0) };
+            rustix::process::ioctl_tiocsctty(terminal)?;
+            rustix::fs::fchown(terminal, Some(uid), None)?;
+        }
         rustix::thread::move_into_link_name_space(namespace, Some(LinkNameSpaceType::Mount))?;
         rustix::process::umask(Mode::WGRP | Mode::WOTH);
         rustix::thread::set_thread_groups(&groups)?;

@@ -16,6 +16,8 @@ pub struct User {
     /// Supplementary groups.
     pub groups: Vec<u32>,
     pub home: String,
+    /// Empty when there is none.
+    pub shell: String,
 }
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -50,6 +52,7 @@ fn find(spec: &str, passwd: &str, group: &str) -> Result<User, Error> {
         .lines()
         .filter_map(Account::parse)
         .find(|account| number.map_or(account.name == who, |uid| account.uid == uid));
+    let shell = entry.as_ref().map(|account| account.shell.to_owned()).unwrap_or_default();
     let (name, uid, own_gid, home) = match (entry, number) {
         (Some(account), _) => (account.name.to_owned(), account.uid, account.gid, account.home.to_owned()),
         (None, Some(0)) => ("root".to_owned(), 0, 0, "/root".to_owned()),
@@ -58,7 +61,7 @@ fn find(spec: &str, passwd: &str, group: &str) -> Result<User, Error> {
     };
     let gid = of.map_or(Ok(own_gid), |of| gid_of(of, group))?;
     let groups = memberships(&name, group);
-    Ok(User { name, uid, gid, groups, home })
+    Ok(User { name, uid, gid, groups, home, shell })
 }
 
 struct Account<'a> {
@@ -66,16 +69,23 @@ struct Account<'a> {
     uid: u32,
     gid: u32,
     home: &'a str,
+    shell: &'a str,
 }
 
 impl<'a> Account<'a> {
     fn parse(line: &'a str) -> Option<Self> {
         let fields: Vec<_> = line.split(':').collect();
-        let [name, _, uid, gid, _, home, ..] = fields.as_slice() else {
+        let [name, _, uid, gid, _, home, rest @ ..] = fields.as_slice() else {
             return None;
         };
         let home = if home.is_empty() { "/" } else { home };
-        Some(Self { name, uid: uid.parse().ok()?, gid: gid.parse().ok()?, home })
+        Some(Self {
+            name,
+            uid: uid.parse().ok()?,
+            gid: gid.parse().ok()?,
+            home,
+            shell: rest.first().copied().unwrap_or(""),
+        })
     }
 }
 
@@ -110,7 +120,19 @@ mod tests {
     const GROUP: &str = "root:x:0:\ndev:x:1001:\ndocker:x:999:ann,dev\n";
 
     fn user(name: &str, uid: u32, gid: u32, groups: &[u32], home: &str) -> User {
-        User { name: name.to_owned(), uid, gid, groups: groups.to_vec(), home: home.to_owned() }
+        let shell = match name {
+            "root" => "/bin/sh",
+            "dev" => "/bin/bash",
+            _ => "",
+        };
+        User {
+            name: name.to_owned(),
+            uid,
+            gid,
+            groups: groups.to_vec(),
+            home: home.to_owned(),
+            shell: shell.to_owned(),
+        }
     }
 
     #[test]
@@ -132,6 +154,7 @@ mod tests {
 
     #[test]
     fn an_image_without_a_passwd_file_still_has_root() {
-        assert_eq!(find("", "", ""), Ok(user("root", 0, 0, &[], "/root")));
+        let root = User { shell: String::new(), ..user("root", 0, 0, &[], "/root") };
+        assert_eq!(find("", "", ""), Ok(root));
     }
 }

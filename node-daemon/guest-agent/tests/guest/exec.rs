@@ -98,7 +98,7 @@ fn a_slow_reader_stops_its_own_writer_and_nobody_else() {
         HostEvent::ExecEnded { end, .. } => Some(end),
         _ => None,
     });
-    assert_eq!(end, ProcessEnd::Signal(9));
+    assert_eq!(end, ProcessEnd::Signal(1));
 }
 
 #[test]

@@ -17,6 +17,9 @@ use tempfile::TempDir;
 /// Longer than anything takes on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
+/// The socket of a port that nobody in the guest uses: a process there may open it.
+pub const RAW_PORT: &str = "raw.sock";
+
 pub struct Machine {
     directory: TempDir,
     qemu: Child,
@@ -30,6 +33,14 @@ pub struct Machine {
 
 /// The disks of a guest: (serial, image, read-only).
 pub struct Disks(Vec<(&'static str, PathBuf, bool)>);
+
+/// What a stream gave, byte for byte.
+#[derive(Debug, PartialEq)]
+pub struct Bytes {
+    pub end: ProcessEnd,
+    pub stdout: Vec<u8>,
+    pub stderr: Vec<u8>,
+}
 
 /// What an exec gave.
 #[derive(Debug, PartialEq)]
@@ -80,7 +91,11 @@ impl Disks {
 }
 
 pub fn format_ext4(path: &Path) {
-    File::create(path).and_then(|file| file.set_len(64 << 20)).expect("a sparse file");
+    format_ext4_of(path, 64 << 20);
+}
+
+pub fn format_ext4_of(path: &Path, size: u64) {
+    File::create(path).and_then(|file| file.set_len(size)).expect("a sparse file");
     let options = "lazy_itable_init=1,lazy_journal_init=1,nodiscard";
     let status = Command::new("mkfs.ext4")
         .args(["-q", "-F", "-b", "4096", "-m", "0", "-E", options])
@@ -286,7 +301,62 @@ impl Machine {
         ran.stdout
     }
 
-    pub fn collect(&mut self, stream: StreamId, mut stdin: &[u8]) -> Ran {
+    /// Opens a stream: `open` is one of the connection's.
+    pub fn open<E: std::fmt::Debug>(
+        &mut self,
+        open: impl FnOnce(&mut HostConnection) -> Result<StreamId, E>,
+    ) -> StreamId {
+        let stream = open(&mut self.connection).expect("short enough");
+        self.flush();
+        stream
+    }
+
+    /// Sends all, as fast as it is taken, without closing.
+    pub fn type_in(&mut self, stream: StreamId, mut data: &[u8]) {
+        loop {
+            let taken = self.connection.write_stdin(stream, data);
+            data = &data[taken..];
+            self.flush();
+            if data.is_empty() {
+                return;
+            }
+            self.wait_for("room for input", |event| (event == HostEvent::StdinWritable { stream }).then_some(()));
+        }
+    }
+
+    pub fn close(&mut self, stream: StreamId) {
+        self.connection.close_stdin(stream);
+        self.flush();
+    }
+
+    pub fn wait_for_end(&mut self, stream: StreamId) -> ProcessEnd {
+        self.wait_for("the stream's end", |event| match event {
+            HostEvent::ExecEnded { stream: of, end } if of == stream => Some(end),
+            _ => None,
+        })
+    }
+
+    /// Reads an output until it ends with `text`; what came.
+    pub fn read_until(&mut self, stream: StreamId, text: &str) -> String {
+        let mut heard = String::new();
+        while !heard.ends_with(text) {
+            let (output, data) = self.wait_for(&format!("{text:?} after {heard:?}"), |event| match event {
+                HostEvent::Output { stream: of, output, data } if of == stream => Some((output, data)),
+                _ => None,
+            });
+            self.connection.consumed(stream, output, data.len());
+            heard += &String::from_utf8_lossy(&data);
+        }
+        heard
+    }
+
+    pub fn collect(&mut self, stream: StreamId, stdin: &[u8]) -> Ran {
+        let Bytes { end, stdout, stderr } = self.collect_bytes(stream, stdin);
+        let [stdout, stderr] = [stdout, stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+        Ran { end, stdout, stderr }
+    }
+
+    pub fn collect_bytes(&mut self, stream: StreamId, mut stdin: &[u8]) -> Bytes {
         let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
         loop {
             let taken = self.connection.write_stdin(stream, stdin);
@@ -305,10 +375,7 @@ impl Machine {
                     self.connection.consumed(stream, output, data.len());
                     if output == Output::Stderr { &mut stderr } else { &mut stdout }.extend(data);
                 }
-                HostEvent::ExecEnded { end, .. } => {
-                    let [stdout, stderr] = [stdout, stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-                    return Ran { end, stdout, stderr };
-                }
+                HostEvent::ExecEnded { end, .. } => return Bytes { end, stdout, stderr },
                 _ => {}
             }
         }
@@ -407,6 +474,8 @@ fn start_qemu(directory: &Path, disks: &Disks) -> Child {
         .args(["-device", "virtio-serial-device,id=vser0"])
         .args(["-chardev", &format!("socket,id=vp,path={},server=on,wait=off", port.display())])
         .args(["-device", "virtserialport,chardev=vp,name=agent.0,id=port0"])
+        .args(["-chardev", &format!("socket,id=vr,path={},server=on,wait=off", directory.join(RAW_PORT).display())])
+        .args(["-device", "virtserialport,chardev=vr,name=raw.0,id=port1"])
         .args(["-netdev", "user,id=n0,restrict=on", "-device", "virtio-net-device,netdev=n0,mac=52:54:00:12:34:56"])
         .args(["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"])
         .stdin(Stdio::null());

@@ -2,9 +2,13 @@
 //!
 //! KIBOTOS_GUEST names the directory that hack/guest/build prints.
 
+mod archive;
 mod channel;
 mod configure;
+mod connect;
 mod exec;
 mod log;
 mod machine;
 mod power;
+mod terminal;
+mod throughput;

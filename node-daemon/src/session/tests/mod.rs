@@ -368,6 +368,15 @@ async fn an_exec_goes_through_a_stream_of_its_own() {
     assert_eq!(stream.next().await, Some(Frame::Exit(v1::ExitStatus { code: Some(3), signal: None })));
     assert_eq!(stream.next().await, None);
 
+    let request = v1::ConnectRequest { instance_id: InstanceId::generate().to_string(), port: 80 };
+    let open = v1::OpenStream { stream_id: "3".into(), kind: Some(v1::open_stream::Kind::Connect(request)) };
+    session.send(1, ToNode::OpenStream(open)).await;
+    let mut stream = operator.attached().await;
+    assert_eq!(stream.next().await, Some(Frame::Stdout(b"port 80".to_vec().into())));
+    assert_eq!(stream.next().await, Some(Frame::StdoutClosed(true)));
+    stream.send(FrameToNode::StdinClosed(true)).await;
+    assert_eq!(stream.next().await, Some(Frame::Exit(v1::ExitStatus { code: Some(0), signal: None })));
+
     let request = v1::LogRequest { workspace_uid: LAYER.into(), ..Default::default() };
     let open = v1::OpenStream { stream_id: "2".into(), kind: Some(v1::open_stream::Kind::Log(request)) };
     session.send(1, ToNode::OpenStream(open)).await;
@@ -375,4 +384,36 @@ async fn an_exec_goes_through_a_stream_of_its_own() {
     let error = v1::StreamError { failure: v1::StreamFailure::NoInstance.into(), message: "no log".into() };
     assert_eq!(stream.next().await, Some(Frame::Error(error)));
     daemon.end().await;
+}
+
+#[tokio::test]
+async fn a_stream_that_is_interrupted_says_by_what() {
+    let (mut operator, node) = (Operator::listen().await, TestNode::new());
+    let daemon = node.begin(&operator);
+    let open = |stream_id: &str| {
+        let request =
+            v1::ExecRequest { instance_id: InstanceId::generate().to_string(), stdin: true, ..Default::default() };
+        v1::OpenStream { stream_id: stream_id.into(), kind: Some(v1::open_stream::Kind::Exec(request)) }
+    };
+    let interrupted = |frame: Option<Frame>| match frame {
+        Some(Frame::Error(error)) if error.failure() == v1::StreamFailure::Interrupted => error.message,
+        other => panic!("{other:?}"),
+    };
+    let session = operator.accepted(vec![]).await;
+    session.send(1, ToNode::OpenStream(open("1"))).await;
+    let mut stream = operator.attached().await;
+    stream.send(FrameToNode::Resize(v1::Resize { columns: 80, rows: 24 })).await;
+    assert_eq!(stream.next().await, Some(Frame::Stderr(b"Resize { columns: 80, rows: 24 }".to_vec().into())));
+    drop(session);
+    let message = interrupted(stream.next().await);
+    assert!(message.contains("lost its operator"), "{message}");
+
+    let session = operator.accepted(vec![]).await;
+    session.send(1, ToNode::OpenStream(open("2"))).await;
+    let mut stream = operator.attached().await;
+    stream.send(FrameToNode::Signal(2)).await;
+    assert_eq!(stream.next().await, Some(Frame::Stderr(b"Signal(2)".to_vec().into())));
+    let ((), frame) = tokio::join!(daemon.end(), stream.next());
+    let message = interrupted(frame);
+    assert!(message.contains("node-daemon restarts"), "{message}");
 }

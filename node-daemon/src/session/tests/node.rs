@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use super::{super::*, operator::Operator};
 use crate::{
     config::Config,
-    instance::{ExecExit, ExecOutput, ExecStream, LogChunk, StopMode, StreamError, Summary},
+    instance::{ExecExit, ExecInput, ExecOutput, ExecStream, LogChunk, StopMode, StreamError, Summary},
     launch::Launch,
     pool::{self, Pools},
     spool::EventSpool,
@@ -89,20 +89,44 @@ impl InstanceControl for Noted {
     }
 
     async fn exec(&self, _: v1::ExecRequest) -> Result<ExecStream, StreamError> {
-        let (stdin, mut input) = mpsc::channel::<bytes::Bytes>(1);
+        let (input, mut said) = mpsc::channel(1);
         let (results, output) = mpsc::channel(1);
         tokio::spawn(async move {
             let mut bytes = 0;
-            while let Some(data) = input.recv().await {
-                bytes += data.len();
-                let _ = results.send(ExecOutput::Stdout(data)).await;
+            while let Some(heard) = said.recv().await {
+                let answer = match heard {
+                    ExecInput::Data(data) => {
+                        bytes += data.len();
+                        ExecOutput::Stdout(data)
+                    }
+                    ExecInput::Close => break,
+                    other => ExecOutput::Stderr(format!("{other:?}").into()),
+                };
+                let _ = results.send(answer).await;
             }
             let _ = results.send(ExecOutput::Exit(ExecExit::Code(i32::try_from(bytes).unwrap()))).await;
         });
-        Ok(ExecStream { stdin, output })
+        Ok(ExecStream { input, output })
     }
 
-    fn log(&self, _: &str, _: Option<u64>, _: bool) -> Result<BoxStream<'static, LogChunk>, StreamError> {
+    async fn connect(&self, request: v1::ConnectRequest) -> Result<ExecStream, StreamError> {
+        let (input, mut said) = mpsc::channel(1);
+        let (results, output) = mpsc::channel(1);
+        tokio::spawn(async move {
+            let greeting = format!("port {}", request.port);
+            let _ = results.send(ExecOutput::Stdout(greeting.into())).await;
+            let _ = results.send(ExecOutput::StdoutClosed).await;
+            while said.recv().await.is_some_and(|heard| heard != ExecInput::Close) {}
+            let _ = results.send(ExecOutput::Exit(ExecExit::Code(0))).await;
+        });
+        Ok(ExecStream { input, output })
+    }
+
+    async fn archive(&self, _: v1::ArchiveRequest) -> Result<ExecStream, StreamError> {
+        Err(StreamError { failure: v1::StreamFailure::NotFound, message: "no file".into() })
+    }
+
+    fn log(&self, _: &v1::LogRequest) -> Result<BoxStream<'static, LogChunk>, StreamError> {
         Err(StreamError { failure: v1::StreamFailure::NoInstance, message: "no log".into() })
     }
 

@@ -1,0 +1,121 @@
+//! Where what the host hears on a stream comes from, within its window.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use kibo_guest_protocol::flow::SendWindow;
+use kibo_guest_protocol::v1::{self, Output};
+use kibo_guest_protocol::{GuestConnection, MAX_CHUNK};
+use rustix::io::Errno;
+
+use super::pipe::{self, Found};
+use super::terminal::Terminal;
+
+/// A child that a process left behind may keep an output open for ever: once the process is gone, an output that stays
+/// silent for so long is closed.
+const LINGER: Duration = Duration::from_millis(500);
+
+#[derive(Debug)]
+pub enum Source {
+    Pipe(OwnedFd),
+    Terminal(Terminal),
+    Socket(Rc<OwnedFd>),
+}
+
+impl AsFd for Source {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Pipe(fd) => fd.as_fd(),
+            Self::Terminal(terminal) => terminal.as_fd(),
+            Self::Socket(socket) => socket.as_fd(),
+        }
+    }
+}
+
+pub struct Outlet {
+    pub output: Output,
+    source: Option<Source>,
+    window: SendWindow,
+    /// Silent since then, counted from the end of the process.
+    silent_since: Option<Instant>,
+    broken: bool,
+}
+
+impl Outlet {
+    pub const fn new(output: Output, source: Source) -> Self {
+        Self { output, source: Some(source), window: SendWindow::initial(), silent_since: None, broken: false }
+    }
+
+    pub fn grant(&mut self, bytes: u32) {
+        self.window.grant(bytes);
+    }
+
+    /// What to poll for, when it may be read.
+    pub fn interest(&self) -> Option<BorrowedFd<'_>> {
+        self.source.as_ref().filter(|_| self.window.available() > 0).map(AsFd::as_fd)
+    }
+
+    pub const fn is_closed(&self) -> bool {
+        self.source.is_none()
+    }
+
+    /// The connection was reset.
+    pub const fn is_broken(&self) -> bool {
+        self.broken
+    }
+
+    pub fn read(&mut self, id: u32, now: Instant, connection: &mut GuestConnection) {
+        let limit = self.window.available().min(MAX_CHUNK);
+        let Some(source) = self.source.as_ref().filter(|_| limit > 0) else {
+            return;
+        };
+        match pipe::read(source, limit) {
+            Found::Data(data) => {
+                self.window.sent(data.len());
+                self.silent_since = self.silent_since.map(|_| now);
+                send(connection, v1::OutputData { stream_id: id, output: self.output.into(), data });
+            }
+            Found::Broken(errno) => {
+                // EIO is how a terminal says that nobody is at its other end any more.
+                self.broken = errno != Errno::IO;
+                self.close(id, connection);
+            }
+            Found::End => self.close(id, connection),
+            Found::Nothing => {}
+        }
+    }
+
+    pub fn close(&mut self, id: u32, connection: &mut GuestConnection) {
+        if self.source.take().is_some() {
+            send(connection, v1::OutputClosed { stream_id: id, output: self.output.into() });
+        }
+    }
+
+    /// The process has ended.
+    pub const fn ended(&mut self, now: Instant) {
+        self.silent_since = Some(now);
+    }
+
+    /// Closes it when it has been silent for long enough after the end of its process.
+    pub fn tick(&mut self, id: u32, now: Instant, connection: &mut GuestConnection) {
+        let is_due = |outlet: &Self| outlet.lingers_until().is_some_and(|until| now >= until);
+        if is_due(self) {
+            self.read(id, now, connection);
+            if is_due(self) {
+                self.close(id, connection);
+            }
+        }
+    }
+
+    /// When an output that stays silent is closed. A host that grants nothing is waited for.
+    pub fn lingers_until(&self) -> Option<Instant> {
+        let open = self.source.is_some() && self.window.available() > 0;
+        self.silent_since.filter(|_| open).map(|since| since + LINGER)
+    }
+}
+
+/// Queues a message of a stream.
+pub fn send(connection: &mut GuestConnection, message: impl Into<v1::guest_message::Kind>) {
+    connection.send(message).expect("stream messages are bounded by MAX_CHUNK");
+}
