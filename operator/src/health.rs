@@ -11,8 +11,10 @@ use std::{
 };
 
 use axum::{Router, http::StatusCode, routing::get};
-use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 use tokio_util::sync::CancellationToken;
+
+use crate::workspace::stopwatch;
 
 /// How often metrics that are kept as single samples are folded together.
 const UPKEEP: Duration = Duration::from_secs(5);
@@ -41,7 +43,8 @@ impl Readiness {
 
 /// Serves until `stop`.
 pub async fn serve(address: SocketAddr, readiness: Readiness, stop: CancellationToken) -> Result<(), HealthError> {
-    let metrics = PrometheusBuilder::new().install_recorder()?;
+    let starts = Matcher::Full(stopwatch::METRIC.to_owned());
+    let metrics = PrometheusBuilder::new().set_buckets_for_metric(starts, &stopwatch::BUCKETS)?.install_recorder()?;
     let listener =
         tokio::net::TcpListener::bind(address).await.map_err(|source| HealthError::Listen { address, source })?;
     tokio::spawn(upkeep(metrics.clone(), stop.clone()));

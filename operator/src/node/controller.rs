@@ -7,7 +7,6 @@ use std::{
 };
 
 use futures::{StreamExt as _, stream};
-use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
 use kibo_crds::{ConditionType, Node, NodeId, OvercommitPolicy, node::NodeStatus};
 use kibo_protocol::v1::SessionRefusal;
 use kube::{
@@ -29,6 +28,7 @@ use super::{
     status::{Observed, compute, is_worth_a_write},
 };
 use crate::{
+    clock::now,
     context::Ctx,
     guarded::{self, WriteError},
     session::{hooks::Usage, revision_of, spares_unknown},
@@ -73,7 +73,7 @@ impl NodeControl {
             refused: self.ctx.registry.refusal(id),
             wanted: effective(&node.spec, &self.ctx.overcommit.get()),
             usage: self.usage.of_node(id),
-            now: Time(Timestamp::now()),
+            now: now(),
         }
     }
 
@@ -229,13 +229,13 @@ fn steer(id: &NodeId, node: &Node, control: &NodeControl) {
     }
 }
 
-/// Whether nothing but the allocation differs.
+/// Whether nothing but the allocation differs, and what the node says of it.
 fn is_usage_alone(old: Option<&NodeStatus>, new: &NodeStatus) -> bool {
     old.is_some_and(|old| {
         let mut same = new.clone();
         same.allocated.clone_from(&old.allocated);
         if let (Some(report), Some(old)) = (&mut same.report, &old.report) {
-            report.held_objects = old.held_objects;
+            (report.instances, report.held_objects) = (old.instances, old.held_objects);
         }
         !is_worth_a_write(Some(old), &same)
     })

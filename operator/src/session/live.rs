@@ -6,13 +6,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kibo_crds::{Bytes, Incarnation, MilliCpu, NodeId, PoolId, Ratio, Term, node::NodeSession};
 use kibo_protocol::v1::{self, to_node};
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
+    clock::now,
     leader::History,
     node::{Live, Reported},
 };
@@ -178,7 +179,7 @@ impl Session {
             boot_id: new.boot_id,
             home: new.home,
             version: new.version,
-            started_at: Time(Timestamp::now()),
+            started_at: crate::clock::now(),
             term: new.term,
             capacity: new.capacity,
             spares_unknown: new.spares_unknown,
@@ -357,7 +358,7 @@ impl Session {
         state.settings.confirmed |= confirms;
         state.pools = pools;
         let after_confirmation = confirms && state.settings.confirmed;
-        state.report = Some(LastReport { report, time: Time(Timestamp::now()), after_confirmation });
+        state.report = Some(LastReport { report, time: now(), after_confirmation });
         changed
     }
 

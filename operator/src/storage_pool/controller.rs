@@ -7,7 +7,6 @@ use std::{
 };
 
 use futures::StreamExt as _;
-use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
 use kibo_crds::{Node, PoolId, StoragePool, storage_pool::StoragePoolSpec};
 use kube::{
     Api,
@@ -22,6 +21,7 @@ use kube::{
 
 use super::status::{compute, declaration, is_more_than_readings};
 use crate::{
+    clock::now,
     context::Ctx,
     guarded::{self, WriteError},
     node::log_watch_error,
@@ -114,7 +114,7 @@ async fn reconcile(pool: Arc<StoragePool>, control: Arc<PoolControl>) -> Result<
     let nodes = control.nodes.state();
     let mut declarations: Vec<_> = nodes.iter().filter_map(|node| declaration(node, &name)).collect();
     declarations.sort_by(|a, b| a.node.cmp(&b.node));
-    let status = compute(&pool, &declarations, control.usage.of_pool(&id), &Time(Timestamp::now()));
+    let status = compute(&pool, &declarations, control.usage.of_pool(&id), &now());
     if pool.status.as_ref() == Some(&status) {
         return Ok(Action::requeue(PERIOD));
     }

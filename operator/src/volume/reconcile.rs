@@ -10,6 +10,7 @@ use serde_json::json;
 use super::decide::{self, Action, Decision, Owner, Sight};
 use crate::{
     cache::Key,
+    clock::now,
     guarded::{self, WriteError},
     session::ObjectCommand,
     workspace::{
@@ -18,7 +19,7 @@ use crate::{
         launch,
         reconcile::{RETRY, Step, StepError, command_id, write_volume},
         sight::{CREATED_FOR, Cluster as _},
-        world::{World, now},
+        world::World,
     },
 };
 

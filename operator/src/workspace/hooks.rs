@@ -7,16 +7,10 @@ use kibo_protocol::v1::{self, instance_event::Kind};
 use kube::{ResourceExt as _, api::ListParams};
 use tonic::async_trait;
 
-use super::{
-    adopting,
-    decide::running::stop_mode,
-    draft::Outcome,
-    event, launch,
-    sight::Cluster as _,
-    world::{World, now},
-};
+use super::{adopting, decide::running::stop_mode, draft::Outcome, event, launch, sight::Cluster as _, world::World};
 use crate::{
     cache::Key,
+    clock::now,
     evidence::Evidence,
     guarded::WriteError,
     session::hooks::{Absence, Adopted, DesiredSet, EventIngest, NodeUsage, PoolUsage, Retry, Usage},
@@ -169,8 +163,11 @@ async fn workspace_event(world: &World, node: &NodeId, event: &v1::InstanceEvent
     Err(Retry("the Workspace changes too fast".into()))
 }
 
-/// Logs what came of an event, and keeps a node that could not start in time from being asked again at once.
+/// Measures and logs what came of an event, and keeps a node that could not start in time from being asked again at once.
 fn note(world: &World, node: &NodeId, workspace: &Workspace, event: &v1::InstanceEvent, to: Option<WorkspacePhase>) {
+    if let (Some(kind), Ok(instance)) = (&event.kind, event.instance_id.parse()) {
+        world.stopwatch.told(instance, kind);
+    }
     if let Some(Kind::Ended(ended)) = &event.kind {
         tracing::info!(
             workspace = %Key::of(workspace), %node, instance = event.instance_id,

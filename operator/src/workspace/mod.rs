@@ -19,6 +19,7 @@ mod placer;
 pub(crate) mod reconcile;
 pub mod sight;
 mod start;
+pub mod stopwatch;
 pub(crate) mod world;
 
 pub use controller::{Ended, Room};

@@ -21,10 +21,11 @@ use super::{
     draft::{Notice, differ_in_words_only},
     launch,
     sight::{CREATED_FOR, Cluster as _, Sight},
-    world::{World, now},
+    world::World,
 };
 use crate::{
     cache::Key,
+    clock::now,
     guarded::{self, WriteError},
     session::ObjectCommand,
 };
@@ -90,10 +91,15 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
     let (template, volume) = (world.template_of(&workspace), world.volume_of(&workspace));
     let sight = sight(world, &workspace, template.as_deref(), volume.as_deref());
     let Decision { outcome, action } = decide::decide(&sight);
-    let mut wrote = false;
+    let (mut workspace, mut wrote, mut unsaid) = (workspace, false, None);
     if let Some(status) = outcome.status {
+        let is_first_start = matches!(action, Action::Start(_)) && workspace.status.is_none();
         let only_words = workspace.status.as_ref().is_some_and(|stored| differ_in_words_only(stored, &status));
-        if let Some(rest) = world.words_rest(key, WORDS_PAUSE).filter(|_| only_words) {
+        if is_first_start {
+            // What is new is stored with the start's commit, or with the answer that no node takes it.
+            workspace = Arc::new(Workspace { status: Some((*status).clone()), ..(*workspace).clone() });
+            unsaid = Some(*status);
+        } else if let Some(rest) = world.words_rest(key, WORDS_PAUSE).filter(|_| only_words) {
             world.bells.workspaces.push_after(key.clone(), rest);
         } else {
             log_decision(&workspace, &status, &action);
@@ -114,6 +120,12 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
         world.wait_for_room(key.clone());
     }
     let step = act(world, &workspace, template.as_deref(), volume.as_deref(), action).await?;
+    if let Some(status) = unsaid
+        && let Some(stored) = world.workspaces.get(key).filter(|stored| stored.status.is_none())
+    {
+        // It was neither: it waits for something else.
+        world.write_workspace(&stored, status).await?;
+    }
     let rests = matches!(step, Step::Rest);
     if rests && wrote {
         return Ok(Step::Again);

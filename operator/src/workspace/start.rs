@@ -19,10 +19,12 @@ use super::{
     placer::{self, Placed},
     reconcile::{RETRY, Step, StepError, go, sight, write_volume},
     sight::Cluster as _,
-    world::{World, now},
+    stopwatch::Lap,
+    world::World,
 };
 use crate::{
     cache::Key,
+    clock::now,
     guarded::WriteError,
     placement::Unplaceable,
     session::{Accepted, OfferFailure, Registry},
@@ -45,6 +47,7 @@ pub(super) async fn start(
     let uid = workspace.uid().unwrap_or_default();
     let mut demand = start.demand.clone();
     demand.refusals = world.avoided(&uid);
+    let mut lap = Lap::begin();
     loop {
         let placed = match place(world, workspace, &demand).await {
             Some(Ok(placed)) => placed,
@@ -57,11 +60,18 @@ pub(super) async fn start(
             tracing::error!("the start could not be worked out");
             return Ok(Step::After(RETRY));
         };
-        match offer(world, template, &prospect).await {
+        lap.end("place");
+        let offered = offer(world, template, &prospect).await;
+        lap.end("offer");
+        match offered {
             Ok(accepted) => {
                 kibo_failpoint::reach("offer-accepted").await;
                 if world.ctx.registry.lives(&prospect.place.node, &accepted) {
-                    return commit(world, workspace, template, volume, prospect, placed, &accepted).await;
+                    let committed = commit(world, workspace, template, volume, prospect, placed, &accepted).await;
+                    if committed.is_ok() {
+                        lap.end("commit");
+                    }
+                    return committed;
                 }
                 tracing::info!(node = %prospect.place.node, "the session of the offer ended: placing it elsewhere");
             }
@@ -179,6 +189,7 @@ async fn commit(
             return Err(error.into());
         }
     }
+    world.stopwatch.committed(place.instance);
     kibo_failpoint::reach("committed").await;
     let key = Key::of(workspace);
     tracing::info!(node = %place.node, instance = %place.instance, "placed");

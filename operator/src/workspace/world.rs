@@ -6,7 +6,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kibo_crds::{Incarnation, InstanceId, NodeId, PoolId, Template, Volume, Workspace, workspace::WorkspaceStatus};
 use kube::{
     Api, Resource, ResourceExt,
@@ -21,6 +20,7 @@ use super::{
     ledger::Ledger,
     placer,
     sight::Cluster,
+    stopwatch::Stopwatch,
 };
 use crate::{
     cache::{Cache, Key, Projection},
@@ -63,6 +63,7 @@ pub struct World {
     pub volumes: Arc<Volumes>,
     pub templates: Arc<Templates>,
     pub ledger: Ledger,
+    pub stopwatch: Stopwatch,
     pub bells: Bells,
     pub(super) placements: mpsc::UnboundedSender<placer::Request>,
     /// Starts that wait until something changes.
@@ -143,6 +144,7 @@ impl World {
             volumes: Arc::new(Cache::new(Box::new(move |key, old, new| volume_bells.volume_changed(key, old, new)))),
             templates: Arc::new(Cache::new(Box::new(move |_, _, _| room.notify_one()))),
             ledger: Ledger::new(ctx.nodes.clone(), bells.room.clone()),
+            stopwatch: Stopwatch::default(),
             settings,
             bells,
             placements,
@@ -314,12 +316,6 @@ fn refresh<K: Resource + Clone, P: Projection<K>>(cache: &Cache<K, P>, key: &Key
     if let Some(found) = found {
         cache.observe(found);
     }
-}
-
-/// The time that statuses carry: whole seconds, as the API stores them.
-pub fn now() -> Time {
-    let now = jiff::Timestamp::now();
-    Time(jiff::Timestamp::from_second(now.as_second()).unwrap_or(now))
 }
 
 impl Cluster for World {
