@@ -1,6 +1,6 @@
 //! From the order to a running VM: take the objects, open the files, start QEMU. All of it may block.
 
-use std::fs::File;
+use std::{fs::File, path::Path};
 
 use kibo_guest_protocol::v1 as guest;
 use kibo_protocol::v1::{self, EndReason, ObjectState, ObjectUse};
@@ -50,29 +50,34 @@ fn take_one(deps: &Deps, launch: &Launch, granted: &GrantedObject) -> Result<Tak
 
 /// Starts the VM. Needs a tokio runtime.
 pub fn start(deps: &Deps, launch: &Launch, taken: Taken, sockets: &SocketDir) -> Result<Started, Ending> {
-    let root = root_image(deps, launch)?;
+    let machine = machine(&deps.images_dir, launch, taken.0)?;
+    deps.vmm.start(machine, sockets).map_err(|error| Ending::new(EndReason::VmmFailed, error.to_string()))
+}
+
+/// The VM of a launch, with its disks: the layer first, then the Volumes. Opens the root image.
+pub fn machine(images_dir: &Path, launch: &Launch, taken: Vec<TakenObject>) -> Result<Machine, Ending> {
+    let root = root_image(images_dir, launch)?;
     let file = File::open(&root.path).map_err(|error| {
         let message = format!("failed to open the root image {}: {error}", root.path.display());
         Ending::new(EndReason::StorageFailed, message)
     })?;
     let mut disks = vec![Disk { serial: ROOT_SERIAL.to_owned(), file, read_only: true, direct: false }];
-    for (index, object) in taken.0.into_iter().enumerate() {
+    for (index, object) in taken.into_iter().enumerate() {
         let serial = index.checked_sub(1).map_or_else(|| LAYER_SERIAL.to_owned(), volume_serial);
         disks.push(Disk { serial, file: object.file, read_only: false, direct: object.is_direct });
     }
-    let machine = Machine {
+    Ok(Machine {
         name: launch.instance().to_string(),
         cpu: launch.cpu,
         memory: launch.memory,
         memory_limit: launch.allocated_memory,
         disks,
-    };
-    deps.vmm.start(machine, sockets).map_err(|error| Ending::new(EndReason::VmmFailed, error.to_string()))
+    })
 }
 
-fn root_image(deps: &Deps, launch: &Launch) -> Result<RootImage, Ending> {
-    find_root_image(&deps.images_dir, &launch.root_image).ok_or_else(|| {
-        let directory = deps.images_dir.display();
+fn root_image(images_dir: &Path, launch: &Launch) -> Result<RootImage, Ending> {
+    find_root_image(images_dir, &launch.root_image).ok_or_else(|| {
+        let directory = images_dir.display();
         let message = format!("this node has no root image {:?} in {directory}", launch.root_image.as_str());
         Ending::new(EndReason::StorageFailed, message)
     })
@@ -83,8 +88,8 @@ fn volume_serial(index: usize) -> String {
 }
 
 /// What makes the booted guest this Instance's. Time and entropy are filled in when it is sent.
-pub fn configuration(deps: &Deps, launch: &Launch) -> Result<guest::Configure, Ending> {
-    let root = root_image(deps, launch)?;
+pub fn configuration(images_dir: &Path, launch: &Launch) -> Result<guest::Configure, Ending> {
+    let root = root_image(images_dir, launch)?;
     let volumes = launch.volumes.iter().enumerate().map(|(index, volume)| guest::Volume {
         serial: volume_serial(index),
         mount_path: volume.mount_path.clone(),

@@ -15,6 +15,7 @@ mod releasing;
 mod root_image;
 mod streams;
 mod task;
+mod timeline;
 mod types;
 mod vm;
 
@@ -44,6 +45,7 @@ pub(crate) use machine::Input;
 pub(crate) use vm::{RunningVm, Watched};
 
 pub use files::FilesError;
+pub use launching::{configuration, machine};
 pub use machine::{Bounds, Ending};
 pub use recover::RecoverError;
 pub use root_image::{RootImage, find as find_root_image};

@@ -15,6 +15,7 @@ use super::{
     launching,
     machine::{Action, Ending, Input, State},
     releasing,
+    timeline::{Part, Timeline},
     vm::{self, RunningVm, Watched},
 };
 use crate::{
@@ -60,6 +61,7 @@ pub struct Task {
     /// An end of the entrypoint that was heard before that event is stored: told before it, it would say nothing to
     /// anybody.
     exited_meanwhile: Option<guest::EntrypointState>,
+    timeline: Timeline,
 }
 
 /// Runs an Instance on its own.
@@ -120,6 +122,7 @@ impl Task {
             boot_id: String::new(),
             storing: None,
             exited_meanwhile: None,
+            timeline: Timeline::begin(),
         }
     }
 
@@ -144,6 +147,7 @@ impl Task {
     async fn try_launch(&mut self) -> Result<ProcessId, Ending> {
         let (inner, launch) = (self.inner.clone(), self.launch.clone());
         let taken = blocking(move || launching::take(&inner.deps, &launch)).await?;
+        self.timeline.reach(Part::Objects);
         if !self.record.objects_taken {
             let objects = taken.states();
             // Nothing runs yet: where that cannot be stored, nothing is started.
@@ -159,6 +163,7 @@ impl Task {
             blocking(move || launching::start(&inner.deps, &launch, taken, &sockets)).await?
         };
         let process = started.process.id();
+        self.timeline.reach(Part::Process);
         kibo_failpoint::reach("vm-started").await;
         self.watch(started.process, Some(started.complaints), sockets);
         Ok(process)
@@ -253,6 +258,7 @@ impl Task {
     async fn heard(&mut self, event: GuestEvent) -> Option<Input> {
         Some(match event {
             GuestEvent::Connected(reply) => {
+                self.timeline.reach(Part::Agent);
                 self.boot_id = vm::boot_id(&reply.boot_id);
                 if let Some(guest::guest_state::Kind::Ready(ready)) = reply.state.as_ref().and_then(|s| s.kind.as_ref())
                     && let Some(entrypoint) = &ready.entrypoint
@@ -262,7 +268,10 @@ impl Task {
                 Input::Connected(vm::condition(&reply, &self.launch.instance().to_string()))
             }
             GuestEvent::Configured(result) => match result.failure {
-                None => Input::Configured,
+                None => {
+                    self.timeline.reach(Part::Configured);
+                    Input::Configured
+                }
                 Some(failure) => Input::ConfigureFailed(vm::failure(Some(&failure))),
             },
             GuestEvent::Synced { error, .. } => {
@@ -351,7 +360,7 @@ impl Task {
     }
 
     async fn configure(&mut self) {
-        let configured = launching::configuration(&self.inner.deps, &self.launch);
+        let configured = launching::configuration(&self.inner.deps.images_dir, &self.launch);
         // From the moment in which it is sent the guest may write.
         let configured = match configured {
             Ok(configure) => self.remember(|record| record.configured = true).await.map(|()| configure),
@@ -375,6 +384,9 @@ impl Task {
         }
         if self.record.available || self.storing.is_some() {
             return;
+        }
+        if self.timeline.is_whole() {
+            tracing::info!(%instance, millis = %self.timeline, "available");
         }
         let (deps, launch) = (self.inner.deps.clone(), self.launch.clone());
         let available = Kind::Available(protocol::Available { guest_boot_id: self.boot_id.clone() });

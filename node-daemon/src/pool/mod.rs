@@ -26,7 +26,7 @@ use std::{
 use kibo_crds::{Bytes, Epoch, NodeId, ObjectUid, PoolId};
 use kibo_protocol::v1;
 
-pub use image::ImageError;
+pub use image::{ImageError, ensure as ensure_image, open as open_image};
 pub use marker::{Marker, MarkerError, init, read as read_marker};
 pub use records::{Conflict, LastTaken};
 pub use status::PoolStatus;

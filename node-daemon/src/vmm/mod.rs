@@ -10,6 +10,7 @@ mod sockets;
 mod tsc;
 
 use std::{
+    ffi::OsString,
     fs::{self, File},
     io,
     os::{
@@ -93,6 +94,15 @@ pub struct Machine {
     pub disks: Vec<Disk>,
 }
 
+/// QEMU and all that it is started with.
+#[derive(Debug)]
+pub struct Qemu {
+    pub program: PathBuf,
+    pub arguments: Vec<OsString>,
+    /// By the numbers that the arguments name.
+    pub files: Vec<FdMapping>,
+}
+
 /// A VM that was just started.
 #[derive(Debug)]
 pub struct Started {
@@ -147,6 +157,27 @@ impl Vmm {
         let cgroup = self.cgroup(&machine.name);
         cgroup.create(self.boot_limits(&machine))?;
         kibo_failpoint::reach_blocking("cgroup-made");
+        let name = process_name(self.node.as_str(), &machine.name);
+        let qemu = self.qemu(machine, sockets)?;
+
+        let mut command = Command::new(&self.launcher);
+        // QEMU inherits this environment, and nothing else of the daemon's.
+        command.env_clear().env(STATE_VARIABLE, &self.state_dir);
+        command.arg("vm-launch").args(["--name", &name]);
+        for file in cgroup.joins() {
+            command.arg("--join").arg(file);
+        }
+        command.args(["--uid", &self.config.uid.to_string(), "--gid", &self.config.gid.to_string()]);
+        if let Some(group) = self.device_group {
+            command.args(["--group", &group.to_string()]);
+        }
+        command.arg("--").arg(qemu.program).args(qemu.arguments);
+        spawn(command, qemu.files)
+    }
+
+    /// Opens what QEMU needs and says how it is started: all of a machine but what keeps it in its place. Blocks for a
+    /// moment.
+    pub fn qemu(&self, machine: Machine, sockets: &SocketDir) -> Result<Qemu, VmmError> {
         let mut inherited = Inherited::default();
         let fds = Descriptors {
             kernel: inherited.add(open("the guest's kernel", &self.config.kernel)?),
@@ -161,22 +192,9 @@ impl Vmm {
             inherited.add(file);
         }
         let name = process_name(self.node.as_str(), &machine.name);
-        let shape = MachineShape { name: name.clone(), cpu: machine.cpu, memory: machine.memory, disks };
-
-        let mut command = Command::new(&self.launcher);
-        // QEMU inherits this environment, and nothing else of the daemon's.
-        command.env_clear().env(STATE_VARIABLE, &self.state_dir);
-        command.arg("vm-launch").args(["--name", &name]);
-        for file in cgroup.joins() {
-            command.arg("--join").arg(file);
-        }
-        command.args(["--uid", &self.config.uid.to_string(), "--gid", &self.config.gid.to_string()]);
-        if let Some(group) = self.device_group {
-            command.args(["--group", &group.to_string()]);
-        }
-        command.arg("--").arg(&self.config.qemu);
-        command.args(command_line::arguments(self.acceleration, &shape, fds));
-        spawn(command, inherited)
+        let shape = MachineShape { name, cpu: machine.cpu, memory: machine.memory, disks };
+        let arguments = command_line::arguments(self.acceleration, &shape, fds);
+        Ok(Qemu { program: self.config.qemu.clone(), arguments, files: inherited.into_mappings() })
     }
 
     /// The boot is our work and not the Workspace's: it gets whole vCPUs, else a small Workspace would take minutes.
@@ -228,10 +246,10 @@ fn open(what: &'static str, path: &Path) -> Result<File, VmmError> {
     File::open(path).map_err(|source| VmmError::Open { what, path: path.to_owned(), source })
 }
 
-fn spawn(mut command: Command, inherited: Inherited) -> Result<Started, VmmError> {
+fn spawn(mut command: Command, files: Vec<FdMapping>) -> Result<Started, VmmError> {
     let (complaints, output) = io::pipe().map_err(VmmError::Spawn)?;
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(output);
-    command.fd_mappings(inherited.into_mappings()).map_err(|error| VmmError::Spawn(io::Error::other(error)))?;
+    command.fd_mappings(files).map_err(|error| VmmError::Spawn(io::Error::other(error)))?;
     let mut child = command.spawn().map_err(VmmError::Spawn)?;
     // Nobody reaps it before us, so the pid is still its own.
     let started = VmProcess::open(child.id().cast_signed())

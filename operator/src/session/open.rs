@@ -168,7 +168,7 @@ async fn adopt(
         ended: adopted.ended,
         unknown_count: u32::try_from(adopted.unknown.len()).unwrap_or(u32::MAX),
         unknown_instances: adopted.unknown.into_iter().take(UNKNOWN_LISTED).collect(),
-        finished_at: crate::workspace::world::now(),
+        finished_at: crate::clock::now(),
     })
 }
 
@@ -260,7 +260,7 @@ fn refused(leading: &Leading, hello: &Hello, reason: SessionRefusal, message: St
             id: hello.quarantine.clone(),
             message: message.chars().take(1024).collect(),
             instances: u32::try_from(hello.instances.iter().filter(|it| !it.ended).count()).unwrap_or(u32::MAX),
-            since: crate::workspace::world::now(),
+            since: crate::clock::now(),
         });
         let refused = Refused { reason: shown, message: message.clone(), duplicate, quarantine };
         ctx.registry.note_refusal(&hello.node, refused);

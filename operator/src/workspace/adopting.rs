@@ -9,10 +9,11 @@ use super::{
     adopt::{self, Fate},
     draft::Outcome,
     sight::Cluster as _,
-    world::{World, now},
+    world::World,
 };
 use crate::{
     cache::Key,
+    clock::now,
     evidence::Evidence,
     guarded::WriteError,
     session::hooks::{Adopted, Retry},

@@ -1,0 +1,198 @@
+//! A bare boot: the same guest under QEMU with nothing of Kibotos around it but what says "configure" and hears "ready".
+//!
+//! Command line, disks and the configure message come from the daemon's own code, so that they cannot drift apart. What
+//! is left out is what a start costs beyond it: the API server, the operator, the session, holder records, events,
+//! cgroup, namespaces and another user.
+
+use std::{
+    fs::{self, File},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+};
+
+use anyhow::{Context as _, Result, anyhow, bail};
+use command_fds::CommandFdExt as _;
+use jiff::Timestamp;
+use kibo_crds::{Bytes, Incarnation, InstanceId, NodeId, ObjectUid};
+use kibo_guest_protocol::{ENTROPY_LEN, HostConnection, HostEvent, Nonce};
+use kibo_node_daemon::{
+    clock,
+    config::Config,
+    instance,
+    launch::Launch,
+    pool::{self, TakenObject},
+    vmm::{AGENT_SOCKET, Qemu, SocketDir, Vmm},
+};
+use kibo_protocol::v1;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::UnixStream,
+};
+
+use crate::site::{DISK_MIB, MEMORY_MIB, ROOT_IMAGE, Site};
+
+const READ_BUFFER: usize = 64 * 1024;
+
+/// Boots guests as the node's daemon is configured to.
+pub struct Bare {
+    vmm: Vmm,
+    images: PathBuf,
+    directory: PathBuf,
+}
+
+/// When a boot reached what.
+#[derive(Clone, Copy, Debug)]
+pub struct Times {
+    pub begun: Timestamp,
+    /// The disks are made and QEMU's process was started.
+    pub started: Timestamp,
+    pub agent: Timestamp,
+    pub ready: Timestamp,
+}
+
+/// A guest that is ready. It ends when this is dropped.
+pub struct Guest {
+    pub times: Times,
+    pub connection: HostConnection,
+    pub stream: UnixStream,
+    pub sockets: SocketDir,
+    qemu: Child,
+    directory: PathBuf,
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        // It may be gone already; its directory is below the bench's own.
+        let _ = self.qemu.kill();
+        let _ = self.qemu.wait();
+        let _ = fs::remove_dir_all(&self.directory);
+    }
+}
+
+impl Bare {
+    pub fn new(site: &Site) -> Result<Self> {
+        let path = site.daemon_config();
+        let text = fs::read_to_string(&path).with_context(|| format!("failed to read {}", path.display()))?;
+        let config = Config::parse(&text).map_err(|problems| anyhow!("{}: {problems}", path.display()))?;
+        let node: NodeId = "bare".parse()?;
+        let directory = site.directory("bare");
+        let vmm = Vmm::open(config.vmm, node, directory.clone(), PathBuf::new())?;
+        Ok(Self { vmm, images: config.images.dir, directory })
+    }
+
+    /// Boots a guest until it says that it is configured; `change` may add to QEMU's arguments.
+    pub async fn boot(&self, volume: bool, change: impl FnOnce(&mut Qemu, &SocketDir) -> Result<()>) -> Result<Guest> {
+        let begun = Timestamp::now();
+        let instance = InstanceId::generate();
+        let launch = launch(instance, volume)?;
+        let directory = self.directory.join(instance.to_string());
+        fs::create_dir_all(&directory).with_context(|| format!("failed to make {}", directory.display()))?;
+        let sockets = SocketDir::open(&directory)?;
+        let machine = instance::machine(&self.images, &launch, disks(&directory, &launch)?);
+        let mut qemu = self.vmm.qemu(machine.map_err(|ending| anyhow!(ending.message))?, &sockets)?;
+        change(&mut qemu, &sockets)?;
+        let qemu = spawn(qemu, &directory)?;
+        let mut stream = sockets.connect(AGENT_SOCKET).await?;
+        let started = Timestamp::now();
+        let mut connection = HostConnection::open(Nonce::new(rand::random()), 0);
+        // From here on its end is the end of QEMU too.
+        let times = Times { begun, started, agent: started, ready: started };
+        let HostEvent::Connected(_) = next(&mut connection, &mut stream).await? else { bail!("it said no hello") };
+        let agent = Timestamp::now();
+        let configure = instance::configuration(&self.images, &launch).map_err(|ending| anyhow!(ending.message))?;
+        let entropy = rand::random::<[u8; ENTROPY_LEN]>().to_vec();
+        connection.send(kibo_guest_protocol::v1::Configure {
+            time_unix_nanos: clock::unix_nanos(),
+            entropy,
+            ..configure
+        })?;
+        let mut guest = Guest { times: Times { agent, ..times }, connection, stream, sockets, qemu, directory };
+        loop {
+            if let HostEvent::ConfigureResult(result) = next(&mut guest.connection, &mut guest.stream).await? {
+                if let Some(failure) = result.failure {
+                    bail!("it could not be configured: {}", failure.message);
+                }
+                guest.times.ready = Timestamp::now();
+                return Ok(guest);
+            }
+        }
+    }
+}
+
+/// What the guest says next.
+pub async fn next(connection: &mut HostConnection, stream: &mut UnixStream) -> Result<HostEvent> {
+    let mut buffer = vec![0; READ_BUFFER];
+    let (mut read, mut write) = stream.split();
+    loop {
+        if let Some(event) = connection.next_event() {
+            return Ok(event);
+        }
+        let outgoing = connection.outgoing();
+        tokio::select! {
+            len = read.read(&mut buffer) => match len? {
+                0 => bail!("QEMU ended"),
+                len => connection.receive(&buffer[..len])?,
+            },
+            len = write.write(outgoing), if !outgoing.is_empty() => {
+                let len = len?;
+                connection.written(len);
+            }
+        }
+    }
+}
+
+/// The disks as a pool makes them, without the records of who may use them.
+fn disks(directory: &Path, launch: &Launch) -> Result<Vec<TakenObject>> {
+    let disk = |granted: &kibo_node_daemon::launch::GrantedObject| {
+        let object = &granted.object;
+        let directory = directory.join(object.uid.as_str());
+        fs::create_dir(&directory)?;
+        pool::ensure_image(&directory, &object.uid, object.size, object.must_exist)?;
+        let (file, is_direct) = pool::open_image(&directory, false)?;
+        let (uid, pool, epoch, size) = (object.uid.clone(), object.pool.clone(), granted.grant.epoch, object.size);
+        Ok(TakenObject { uid, pool, epoch, size, file, is_direct })
+    };
+    launch.objects().map(disk).collect()
+}
+
+fn spawn(qemu: Qemu, directory: &Path) -> Result<Child> {
+    let output = File::create(directory.join("qemu.log"))?;
+    let mut command = Command::new(&qemu.program);
+    command.args(&qemu.arguments).env_clear().stdin(Stdio::null()).stdout(Stdio::null()).stderr(output);
+    command.fd_mappings(qemu.files)?;
+    command.spawn().with_context(|| format!("failed to start {}", qemu.program.display()))
+}
+
+/// As the operator sends it for a Workspace of the Template.
+fn launch(instance: InstanceId, volume: bool) -> Result<Launch> {
+    let object = || v1::Object {
+        uid: uid().to_string(),
+        pool: "bare".to_owned(),
+        size_bytes: Bytes::mib(DISK_MIB).0,
+        must_exist: false,
+        grant: Some(v1::Grant { epoch: 1, predecessor_epoch: 0, predecessor_end: v1::PredecessorEnd::None.into() }),
+    };
+    let mount = v1::VolumeMount { object: Some(object()), mount_path: "/data".to_owned() };
+    let memory = Bytes::mib(MEMORY_MIB).0;
+    let message = v1::Launch {
+        instance_id: instance.to_string(),
+        workspace: Some(v1::WorkspaceRef::default()),
+        cpu_milli: 1000,
+        memory_bytes: memory,
+        allocated_memory_bytes: memory,
+        root_image: ROOT_IMAGE.to_owned(),
+        layer: Some(object()),
+        volumes: volume.then_some(mount).into_iter().collect(),
+        hostname: "bare".to_owned(),
+        ..v1::Launch::default()
+    };
+    Ok(Launch::read(message, "bare".parse()?, Incarnation(1))?)
+}
+
+/// In the form of an object's uid.
+fn uid() -> ObjectUid {
+    let random: u128 = rand::random();
+    let hex = format!("{random:032x}");
+    let parts = [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]];
+    parts.join("-").parse().expect("a uid")
+}

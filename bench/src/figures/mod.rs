@@ -1,0 +1,44 @@
+//! What is measured, a file for each.
+
+mod memory;
+mod start;
+mod streams;
+mod ten;
+mod writes;
+
+use anyhow::Result;
+use clap::ValueEnum;
+use jiff::Timestamp;
+
+use crate::{report::Section, site::Site};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Figure {
+    /// From kubectl apply to AVAILABLE, beside a bare boot
+    Start,
+    /// Ten starts at once, beside ten bare boots at once
+    Ten,
+    /// Of the operator, the node-daemon, and a VM beyond its guest
+    Memory,
+    /// To the API server, for a start, an idle minute and a stop
+    Writes,
+    /// Bytes into and out of a guest, beside the bare virtio-serial channel
+    Streams,
+}
+
+impl Figure {
+    pub async fn measure(self, site: &Site, pairs: u32) -> Result<Vec<Section>> {
+        match self {
+            Self::Start => start::measure(site, pairs).await,
+            Self::Ten => ten::measure(site).await,
+            Self::Memory => memory::measure(site).await,
+            Self::Writes => writes::measure(site).await,
+            Self::Streams => streams::measure(site).await,
+        }
+    }
+}
+
+/// Milliseconds between two moments.
+fn between(from: Timestamp, to: Timestamp) -> f64 {
+    to.duration_since(from).as_secs_f64() * 1000.0
+}
