@@ -138,7 +138,7 @@ async fn reasons(place: Arc<Place>) -> Result<()> {
         place.create_workspace(name, json!({"template": format!("{}-{name}", place.template_name())})).await
     };
     template("corrupt", "rootImage", json!("corrupt")).await?;
-    template("exits", "entrypoint", json!({"command": ["/bin/sh", "-c", "exit 3"]})).await?;
+    template("exits", "entrypoint", json!({"command": ["/bin/sh", "-c", "exit 3"], "restart": "Never"})).await?;
     // More than the host's disk has: as when it is full.
     template("full", "writableLayer", json!({"size": "60Ti"})).await?;
     for (name, script) in [("agent", KILL_THE_AGENT), ("panics", PANIC)] {

@@ -348,7 +348,7 @@ async fn daemon_dies_in_its_session(place: Arc<Place>) -> Result<()> {
     let mut exits = place.template();
     let name = format!("{}-exits", place.template_name());
     exits["metadata"]["name"] = json!(name);
-    exits["spec"]["entrypoint"] = json!({"command": ["/bin/sh", "-c", "exit 3"]});
+    exits["spec"]["entrypoint"] = json!({"command": ["/bin/sh", "-c", "exit 3"], "restart": "Never"});
     place.create(exits).await?;
     lives.points.arm(&["exit-told"], Action::Abort)?;
     place.create_workspace("exits", json!({"template": name})).await?;
