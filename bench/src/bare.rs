@@ -99,7 +99,8 @@ impl Bare {
         let times = Times { begun, started, agent: started, ready: started };
         let HostEvent::Connected(_) = next(&mut connection, &mut stream).await? else { bail!("it said no hello") };
         let agent = Timestamp::now();
-        let configure = instance::configuration(&self.images, &launch).map_err(|ending| anyhow!(ending.message))?;
+        let configure =
+            instance::configuration(&self.images, &launch, None).map_err(|ending| anyhow!(ending.message))?;
         let entropy = rand::random::<[u8; ENTROPY_LEN]>().to_vec();
         connection.send(kibo_guest_protocol::v1::Configure {
             time_unix_nanos: clock::unix_nanos(),

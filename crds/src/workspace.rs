@@ -37,6 +37,7 @@ use crate::{
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
     printcolumn(name = "ID", type_ = "string", json_path = ".status.id", priority = 1),
     printcolumn(name = "Instance", type_ = "string", json_path = ".status.execution.instanceId", priority = 1),
+    printcolumn(name = "Address", type_ = "string", json_path = ".status.execution.address", priority = 1),
     validation = Rule::new("size(self.metadata.name) <= 63")
         .message("the name of a Workspace must be at most 63 characters")
         .reason(Reason::FieldValueInvalid),
@@ -48,6 +49,10 @@ use crate::{
         .message("writableLayer can change only while the Workspace holds no execution: stop it first")
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.writableLayer"),
+    validation = Rule::new("(has(self.spec.network) == has(oldSelf.spec.network) && (!has(self.spec.network) || self.spec.network == oldSelf.spec.network)) || !(has(self.status) && has(self.status.execution))")
+        .message("network can change only while the Workspace holds no execution: stop it first")
+        .reason(Reason::FieldValueForbidden)
+        .field_path(".spec.network"),
     validation = Rule::new(POWER_REQUEST_ORDER)
         .message("the previous power request is not consumed yet: wait for the condition PowerRequestConsumed (only Force may replace a normal stop, and a stop a start that waits)")
         .reason(Reason::FieldValueForbidden)
@@ -81,6 +86,9 @@ pub struct WorkspaceSpec {
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[schemars(schema_with = "node_selector_schema")]
     pub node_selector: BTreeMap<String, String>,
+    /// What the guest's network allows; absent: everything to the outside of its host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<WorkspaceNetwork>,
     /// Free text for the Workspace's owner, with a revision of its own.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[schemars(schema_with = "annotations_schema")]
@@ -142,6 +150,24 @@ pub struct WritableLayer {
     /// Absent: the default pool of the node of the first start.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<PoolId>,
+}
+
+/// The network of the guest. It never reaches its host, other guests or link-local addresses.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct WorkspaceNetwork {
+    /// Absent: Allow.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub egress: Option<Egress>,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum Egress {
+    /// The guest reaches the outside of its host.
+    #[default]
+    Allow,
+    /// It reaches nothing: no default route, no DNS, and nothing of it is forwarded.
+    Deny,
 }
 
 /// Which Volume is mounted where: an existing one (`claim`), or one made with the Workspace (`new`).
@@ -385,6 +411,10 @@ pub struct Execution {
     /// Number of the last event of this Instance whose effect is in this object.
     pub last_seq: SequenceNumber,
     pub started_at: Time,
+    /// Of the guest, in the range of its node; absent until the guest runs, and where guests have no network.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 15))]
+    pub address: Option<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]

@@ -34,8 +34,11 @@ fn beside(place: &Place, node: &str, state: &Path, log: &Path) -> Result<Child> 
     let own = layout.node(node).join("state");
     let config =
         config.replace(&format!("{:?}", own.display().to_string()), &format!("{:?}", state.display().to_string()));
+    // It is on the first one's host, whose range only one of them can have.
+    let mut config: toml::Table = config.parse()?;
+    config.remove("network");
     let path = state.with_extension("toml");
-    fs::write(&path, config)?;
+    fs::write(&path, config.to_string())?;
     let log = fs::File::create(log)?;
     let child = Command::new(place.cluster().programs().node_daemon())
         .args(["run", "--config"])

@@ -108,7 +108,7 @@ fn taken(launch: &v1::Launch) -> instance_event::Kind {
 }
 
 fn available() -> instance_event::Kind {
-    instance_event::Kind::Available(v1::Available { guest_boot_id: "b".to_owned() })
+    instance_event::Kind::Available(v1::Available { guest_boot_id: "b".to_owned(), address: String::new() })
 }
 
 fn ended(launch: &v1::Launch, reason: EndReason, used: ObjectUse) -> instance_event::Kind {

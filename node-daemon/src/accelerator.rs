@@ -157,7 +157,7 @@ fn name(vmm: &Vmm) -> String {
 }
 
 fn machine(name: String) -> Machine {
-    Machine { name, cpu: MilliCpu(1000), memory: MEMORY, memory_limit: MEMORY_LIMIT, disks: Vec::new() }
+    Machine { name, cpu: MilliCpu(1000), memory: MEMORY, memory_limit: MEMORY_LIMIT, disks: Vec::new(), tap: None }
 }
 
 async fn answer(inputs: &mut mpsc::UnboundedReceiver<Input>, vm: &mut RunningVm) -> Answer {

@@ -59,8 +59,18 @@ enum Command {
     /// Storage pools.
     #[command(subcommand)]
     Pool(PoolCommand),
+    /// The network of the guests.
+    #[command(subcommand)]
+    Network(NetworkCommand),
     #[command(hide = true)]
     VmLaunch(LaunchArgs),
+}
+
+#[derive(Debug, Subcommand)]
+enum NetworkCommand {
+    /// Take off this host what a daemon that was killed left: its packet filter rules. A daemon that ends without VMs
+    /// does so itself.
+    Remove(ConfigArg),
 }
 
 #[derive(Debug, Subcommand)]
@@ -81,6 +91,7 @@ pub fn main() -> ExitCode {
         Command::Run(args) => run(&args),
         Command::Check(args) => check(&args.config),
         Command::Pool(PoolCommand::Init { id, path }) => init_pool(&id, &path),
+        Command::Network(NetworkCommand::Remove(args)) => remove_network(&args.config),
         Command::VmLaunch(args) => launch(&args),
     };
     result.unwrap_or_else(|error| {
@@ -121,6 +132,12 @@ fn check(path: &Path) -> anyhow::Result<ExitCode> {
         println!("pool {} has the uid {}", pool.id, marker.uid);
     }
     println!("the configuration is good");
+    Ok(ExitCode::SUCCESS)
+}
+
+fn remove_network(path: &Path) -> anyhow::Result<ExitCode> {
+    daemon::remove_network(&read_config(path)?)?;
+    println!("this host has no rules of this daemon's guests");
     Ok(ExitCode::SUCCESS)
 }
 

@@ -13,11 +13,12 @@ use crate::{
     config::Config,
     instance::{Bounds, Deps, Instances},
     log_store::{LogBounds, LogStore},
+    network::Network,
     pool::Pools,
     session::{self, Node, NodeParts, Outcome},
     spool::EventSpool,
     state::{Credentials, NodeState, StateDir},
-    vmm::Vmm,
+    vmm::{Vmm, list_processes},
 };
 
 /// For a supervisor: start again, this node begins a new life.
@@ -44,7 +45,23 @@ pub fn run(config: Config) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Each VM costs about seven descriptors, and the usual soft limit of 1024 is only there for programs that use select().
+/// Takes the guests' network off the host, in the place of a daemon that was killed.
+pub fn remove_network(config: &Config) -> anyhow::Result<()> {
+    let Some(network) = config.network.clone() else {
+        anyhow::bail!("there is no [network] section: nothing was made")
+    };
+    // Held: no daemon runs meanwhile.
+    let dir = StateDir::open(&config.state_dir)?;
+    let id = node_id(config, &dir)?;
+    let running = list_processes(id.as_str(), &config.state_dir).context("failed to list the processes")?;
+    if let Some((instance, process)) = running.first() {
+        anyhow::bail!("the VM of {instance} runs (process {}): stop its Workspace first", process.pid);
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async { Ok(Network::new(network, id, &config.state_dir)?.close().await?) })
+}
+
+/// Each VM costs about eight descriptors, and the usual soft limit of 1024 is only there for programs that use select().
 fn raise_descriptor_limit() {
     let limit = getrlimit(Resource::Nofile);
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
@@ -63,12 +80,14 @@ async fn serve(config: Arc<Config>) -> anyhow::Result<Outcome> {
     let pools = Arc::new(Pools::open(&config.storage_pools, &id).context("failed to watch the storage pools")?);
     let spool = Arc::new(EventSpool::open(&config.spool_dir())?);
     let vmm = Vmm::open(config.vmm.clone(), id.clone(), config.state_dir.clone(), Vmm::own_program())?;
+    let network = open_network(&config, &id).await?;
     let logs = config.state_dir.join("logs");
     let logs = LogStore::open(logs.clone(), LogBounds::default())
         .with_context(|| format!("failed to open the logs in {}", logs.display()))?;
     let deps = Deps {
         images_dir: config.images.dir.clone(),
         vmm,
+        network: network.clone(),
         pools: Arc::clone(&pools),
         spool: Arc::clone(&spool),
         logs: Arc::new(logs),
@@ -78,12 +97,33 @@ async fn serve(config: Arc<Config>) -> anyhow::Result<Outcome> {
     let instances = Instances::recover(deps).await?;
     // After the recovery, which clears what a proof left that was cut off; what runs already is not affected by either.
     let limit = accelerator::limit(config.vmm.accelerator);
-    tokio::select! {
-        proved = accelerator::prove(&vmm, &boot_id, limit) => proved?,
-        () = shutdown.cancelled() => return Ok(Outcome::Shutdown),
+    let proved = tokio::select! {
+        proved = accelerator::prove(&vmm, &boot_id, limit) => proved.map(|()| true),
+        () = shutdown.cancelled() => Ok(false),
+    };
+    let outcome = match proved {
+        Ok(true) => {
+            let parts = NodeParts { id, boot_id, config, dir, state, pools, spool, instances: instances.clone() };
+            Ok(session::run(Arc::new(Node::new(parts)), shutdown).await)
+        }
+        Ok(false) => Ok(Outcome::Shutdown),
+        Err(error) => Err(error.into()),
+    };
+    if let Some(network) = network
+        && instances.list().is_empty()
+        && let Err(error) = network.close().await
+    {
+        tracing::warn!(%error, "the rules of the guests' network stay on this host");
     }
-    let node = Node::new(NodeParts { id, boot_id, config, dir, state, pools, spool, instances });
-    Ok(session::run(Arc::new(node), shutdown).await)
+    outcome
+}
+
+async fn open_network(config: &Config, id: &NodeId) -> anyhow::Result<Option<Network>> {
+    if let Some(network) = config.network.clone() {
+        return Ok(Some(Network::open(network, id.clone(), &config.state_dir).await?));
+    }
+    tracing::info!("guests have no network: the configuration has no [network] section");
+    Ok(None)
 }
 
 /// Who this node is: what the configuration says, else what it was enrolled as, else what its token says.

@@ -93,6 +93,7 @@ pub struct Launch {
     pub volumes: Vec<GrantedVolume>,
     pub entrypoint: Option<v1::Entrypoint>,
     pub hostname: String,
+    pub egress: Egress,
     /// The message that this was read from, to be stored as it came.
     pub message: v1::Launch,
 }
@@ -137,6 +138,7 @@ impl Launch {
             volumes,
             entrypoint: message.entrypoint.clone(),
             hostname: message.hostname.clone(),
+            egress: request.egress,
             message,
         })
     }
@@ -151,6 +153,7 @@ pub struct LaunchRequest {
     pub memory: Bytes,
     pub allocated_memory: Bytes,
     pub root_image: RootImageName,
+    pub egress: Egress,
     pub objects: Vec<Object>,
 }
 
@@ -180,8 +183,28 @@ impl LaunchRequest {
             memory,
             allocated_memory,
             root_image: message.root_image.parse()?,
+            egress: egress(message)?,
             objects,
         })
+    }
+}
+
+/// What a guest may send to the outside of its host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Egress {
+    #[default]
+    Allow,
+    Deny,
+}
+
+/// A word that this daemon does not know must not be taken for leave.
+fn egress(message: &v1::Launch) -> Result<Egress, InvalidMessage> {
+    let field = "launch.network.egress";
+    let number = message.network.as_ref().map_or(0, |network| network.egress);
+    match v1::Egress::try_from(number) {
+        Ok(v1::Egress::Unspecified | v1::Egress::Allow) => Ok(Egress::Allow),
+        Ok(v1::Egress::Deny) => Ok(Egress::Deny),
+        Err(_) => Err(InvalidMessage::new(field, format!("{number} is of a newer operator: update this daemon"))),
     }
 }
 

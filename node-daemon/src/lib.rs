@@ -15,6 +15,7 @@ pub mod guest;
 pub mod instance;
 pub mod launch;
 pub mod log_store;
+pub mod network;
 pub mod pool;
 pub mod session;
 pub mod spool;

@@ -65,6 +65,8 @@ pub enum ClusterError {
     },
     #[error("failed to initialise storage pool {id} in {}: {message}", path.display())]
     Pool { id: String, path: PathBuf, message: String },
+    #[error("failed to remove the network of the guests of {node}: {message}")]
+    Network { node: String, message: String },
     #[error("failed to enroll node {node}: {message}")]
     Enroll { node: String, message: String },
     #[error("failed to make a client for {what}")]
@@ -421,6 +423,10 @@ impl LocalCluster {
             remove_cgroups(&node.id).await;
         }
         self.down_unrecorded().await?;
+        // Nothing runs any more, recorded or not.
+        for node in self.recorded().nodes {
+            self.remove_network(&node).await?;
+        }
         self.change_record(|record| record.processes.clear())
     }
 

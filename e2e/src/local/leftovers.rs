@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::layout::Layout;
+use super::network::networks_of;
 use super::node::LocalNode;
 use super::process;
 
-/// Processes, virtual machines, cgroups and mounts that belong to this state directory; each with what it is.
+/// Processes, virtual machines, cgroups, networks and mounts that belong to this state directory; each with what it is.
 pub fn leftovers(layout: &Layout, nodes: &[LocalNode]) -> Vec<String> {
     let mut left: Vec<String> = process::processes_of(layout.root())
         .into_iter()
@@ -19,6 +20,7 @@ pub fn leftovers(layout: &Layout, nodes: &[LocalNode]) -> Vec<String> {
         left.extend(machines.iter().map(|it| format!("virtual machine {} (process {})", it.instance, it.id.pid)));
         left.extend(parents_of(&node.id).iter().map(|path| format!("cgroup {}", path.display())));
     }
+    left.extend(networks_of(nodes));
     left.extend(mounts_below(layout.root()).into_iter().map(|mount| format!("mount {mount}")));
     left
 }

@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::cluster::{ClusterError, LocalCluster, kube_failed};
+use super::network::{LocalNetwork, networks_of};
 use super::operator::NAMESPACE;
 use super::process::Launch;
 use super::{Component, pki};
@@ -58,6 +59,9 @@ pub struct LocalNode {
     /// Where it reaches the operator; absent: directly.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub endpoint: Option<String>,
+    /// Absent: its guests have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<LocalNetwork>,
 }
 
 /// A storage pool that a node is attached to.
@@ -79,6 +83,8 @@ struct Config<'a> {
     storage_pools: &'a [LocalPool],
     vmm: Vmm,
     images: Images,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    network: Option<Network<'a>>,
     control: Control,
 }
 
@@ -111,6 +117,17 @@ struct Vmm {
 #[derive(Serialize)]
 struct Images {
     dir: PathBuf,
+}
+
+#[derive(Serialize)]
+struct Network<'a> {
+    range: &'a str,
+    #[serde(skip_serializing_if = "<[String]>::is_empty")]
+    uplinks: &'a [String],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dns_servers: Option<&'a [String]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    nft: Option<&'a Path>,
 }
 
 #[derive(Serialize)]
@@ -150,6 +167,7 @@ impl LocalCluster {
             accelerator: Accelerator::default(),
             images: None,
             endpoint: None,
+            network: LocalNetwork::pick(self.recorded().nodes.iter().filter_map(|node| node.network.as_ref())),
         }
     }
 
@@ -198,6 +216,12 @@ impl LocalCluster {
                 cgroup_root: "/sys/fs/cgroup",
             },
             images: Images { dir: node.images.clone().unwrap_or_else(|| guest.join("images")) },
+            network: node.network.as_ref().map(|network| Network {
+                range: &network.range,
+                uplinks: &network.uplinks,
+                dns_servers: network.dns_servers.as_deref(),
+                nft: network.nft.as_deref(),
+            }),
             control: Control {
                 endpoints: vec![
                     node.endpoint.clone().unwrap_or_else(|| format!("https://127.0.0.1:{}", self.ports().session)),
@@ -236,6 +260,25 @@ impl LocalCluster {
         let output = tokio::process::Command::new(self.programs().node_daemon())
             .args(["pool", "init", "--id", &pool.id, "--path"])
             .arg(&pool.path)
+            .stdin(Stdio::null())
+            .output()
+            .await
+            .map_err(|error| failed(error.to_string()))?;
+        if output.status.success() {
+            return Ok(());
+        }
+        Err(failed(String::from_utf8_lossy(&output.stderr).trim().to_owned()))
+    }
+
+    /// Takes what a killed daemon left of its guests' network off the host. Its virtual machines must be gone.
+    pub(super) async fn remove_network(&self, node: &LocalNode) -> Result<(), ClusterError> {
+        if networks_of(std::slice::from_ref(node)).is_empty() {
+            return Ok(());
+        }
+        let failed = |message: String| ClusterError::Network { node: node.id.clone(), message };
+        let output = tokio::process::Command::new(self.programs().node_daemon())
+            .args(["network", "remove", "--config"])
+            .arg(self.layout().node(&node.id).join("config.toml"))
             .stdin(Stdio::null())
             .output()
             .await

@@ -6,6 +6,7 @@ mod audit;
 #[cfg(feature = "failpoints")]
 pub mod failpoints;
 pub mod host;
+pub mod outside;
 mod place;
 pub mod program;
 pub mod proxy;

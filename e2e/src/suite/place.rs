@@ -18,6 +18,7 @@ use serde_json::Value;
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 
+use super::outside::Outside;
 use super::wait::{eventually, watched};
 use crate::local::{Component, LocalCluster, process};
 
@@ -33,6 +34,7 @@ pub struct Place {
     client: Client,
     namespace: String,
     nodes: Mutex<Vec<String>>,
+    outsides: Mutex<Vec<Arc<Outside>>>,
 }
 
 /// What a program printed, and how it ended.
@@ -60,7 +62,7 @@ impl Place {
         let api: Api<Namespace> = Api::all(client.clone());
         let object: Namespace = serde_json::from_value(serde_json::json!({ "metadata": { "name": namespace } }))?;
         api.create(&PostParams::default(), &object).await.with_context(|| format!("failed to create {namespace}"))?;
-        Ok(Self { cluster, client, namespace, nodes: Mutex::default() })
+        Ok(Self { cluster, client, namespace, nodes: Mutex::default(), outsides: Mutex::default() })
     }
 
     pub fn cluster(&self) -> &LocalCluster {
@@ -120,6 +122,13 @@ impl Place {
         self.nodes.lock().unwrap_or_else(PoisonError::into_inner).push(id.clone());
         self.cluster.start(&component).await?;
         Ok(id)
+    }
+
+    /// An outside for guests, which is there until this test's nodes are stopped.
+    pub async fn outside(&self) -> Result<Arc<Outside>> {
+        let outside = Arc::new(Outside::make().await?);
+        self.outsides.lock().unwrap_or_else(PoisonError::into_inner).push(outside.clone());
+        Ok(outside)
     }
 
     /// Creates any object from its JSON; in this namespace where it says none and its kind has them.

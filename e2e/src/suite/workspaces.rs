@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use super::place::Place;
 use super::wait::eventually;
 use crate::local::process::virtual_machines;
-use crate::local::{ProcessId, cgroups_of};
+use crate::local::{ProcessId, cgroups_of, network_of};
 
 /// Seconds that a start may take, with other guests booting on the same two cores.
 pub const START: u64 = 90;
@@ -123,7 +123,8 @@ impl Place {
         let directory = self.cluster().layout().node(node).join("state/instances").join(instance);
         let cgroups = cgroups_of(node).into_iter().filter(|path| path.ends_with(instance));
         let paths = cgroups.chain(directory.exists().then_some(directory));
-        vms.map(|vm| format!("process {}", vm.id.pid)).chain(paths.map(|path| path.display().to_string())).collect()
+        let found = vms.map(|vm| format!("process {}", vm.id.pid)).chain(paths.map(|path| path.display().to_string()));
+        found.chain(network_of(instance)).collect()
     }
 }
 

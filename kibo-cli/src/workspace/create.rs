@@ -233,6 +233,7 @@ fn built(args: Create) -> Result<Workspace> {
         volume,
         power: None,
         node_selector: args.node_selector.into_iter().collect(),
+        network: None,
         annotations: args.annotations.into_iter().collect(),
     };
     let mut workspace = Workspace::new("", spec);

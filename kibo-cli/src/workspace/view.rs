@@ -76,6 +76,7 @@ struct ExecutionView {
     cpu_millis: u64,
     memory_bytes: u64,
     started_at: String,
+    address: Option<String>,
 }
 
 #[derive(Serialize)]
@@ -146,6 +147,7 @@ impl From<&Workspace> for View {
                 cpu_millis: execution.cpu_milli.0,
                 memory_bytes: execution.memory_bytes.0,
                 started_at: instant(&execution.started_at),
+                address: execution.address.clone(),
             }),
             last_execution: status.last_execution.as_ref().map(|last| LastExecutionView {
                 instance_id: last.instance_id.to_string(),

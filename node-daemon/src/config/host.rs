@@ -14,6 +14,9 @@ pub fn check_host(config: &Config) -> Result<(), Problems> {
     readable("vmm.initrd", &vmm.initrd, &mut problems);
     directory("vmm.cgroup_root", &vmm.cgroup_root, &mut problems);
     directory("images.dir", &config.images.dir, &mut problems);
+    if let Some(network) = &config.network {
+        executable("network.nft", &network.nft, &mut problems);
+    }
     readable("control.ca_file", &config.control.ca_file, &mut problems);
     for (index, pool) in config.storage_pools.iter().enumerate() {
         directory(&format!("storage_pools[{index}].path"), &pool.path, &mut problems);

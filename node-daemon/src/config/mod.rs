@@ -6,9 +6,11 @@ mod section;
 #[cfg(test)]
 mod tests;
 
-use std::{collections::BTreeMap, fmt, path::PathBuf};
+use std::{collections::BTreeMap, fmt, net::Ipv4Addr, path::PathBuf};
 
 use kibo_crds::{Bytes, MilliCpu, NodeId, PoolId};
+
+use crate::network::{Range, TAP_PREFIX};
 
 pub use host::check_host;
 pub use section::{Problem, Problems};
@@ -23,6 +25,8 @@ pub struct Config {
     pub storage_pools: Vec<PoolConfig>,
     pub vmm: VmmConfig,
     pub images: ImagesConfig,
+    /// Absent: guests have no network.
+    pub network: Option<NetworkConfig>,
     pub control: ControlConfig,
 }
 
@@ -88,6 +92,55 @@ impl fmt::Display for Accelerator {
 pub struct ImagesConfig {
     /// Root images: `<name>.erofs` or `<name>.squashfs`.
     pub dir: PathBuf,
+}
+
+/// The network of the guests.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NetworkConfig {
+    /// Their addresses; nobody else's on this host.
+    pub range: Range,
+    /// Interfaces by which guests reach the outside; none: those of the host's default routes.
+    pub uplinks: Vec<InterfaceName>,
+    /// What guests ask; absent: the servers of the host's resolv.conf that are not on the host.
+    pub dns_servers: Option<Vec<Ipv4Addr>>,
+    /// Absent: the least of the uplinks'.
+    pub mtu: Option<u32>,
+    pub nft: PathBuf,
+}
+
+/// Name of a network interface of the host, safe in a line of rules.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct InterfaceName(String);
+
+impl InterfaceName {
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl std::str::FromStr for InterfaceName {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        // What the kernel forbids, and what means something in the rules.
+        let is_good = |b: u8| b.is_ascii_graphic() && !b"/\"\\*".contains(&b);
+        if !(1..=15).contains(&text.len()) || !text.bytes().all(is_good) || text == "." || text == ".." {
+            return Err(
+                "must be the name of a network interface: 1 to 15 characters without spaces, '/', '*' and quotes"
+                    .to_owned(),
+            );
+        }
+        if text.starts_with(TAP_PREFIX) {
+            return Err(format!("must not begin with {TAP_PREFIX}, as the guests' own interfaces do"));
+        }
+        Ok(Self(text.to_owned()))
+    }
+}
+
+impl fmt::Display for InterfaceName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&self.0)
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -174,9 +227,29 @@ impl fmt::Display for Config {
         writeln!(f, "guest:     kernel {}, initrd {}", vmm.kernel.display(), vmm.initrd.display())?;
         writeln!(f, "cgroups:   {}", vmm.cgroup_root.display())?;
         writeln!(f, "images:    {}", self.images.dir.display())?;
+        match &self.network {
+            Some(network) => writeln!(f, "network:   {network}")?,
+            None => writeln!(f, "network:   none for guests, since there is no [network] section")?,
+        }
         for endpoint in &self.control.endpoints {
             writeln!(f, "operator:  {endpoint}")?;
         }
         write!(f, "CA:        {}", self.control.ca_file.display())
+    }
+}
+
+impl fmt::Display for NetworkConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let list = |all: Vec<String>| if all.is_empty() { "none".to_owned() } else { all.join(", ") };
+        let uplinks = match self.uplinks.as_slice() {
+            [] => "those of the default routes".to_owned(),
+            uplinks => list(uplinks.iter().map(ToString::to_string).collect()),
+        };
+        let dns = match &self.dns_servers {
+            None => "as the host, without servers on the host".to_owned(),
+            Some(servers) => list(servers.iter().map(ToString::to_string).collect()),
+        };
+        let mtu = self.mtu.map_or_else(|| "of the uplinks".to_owned(), |mtu| mtu.to_string());
+        write!(f, "{}, uplinks {uplinks}, DNS {dns}, MTU {mtu}, by {}", self.range, self.nft.display())
     }
 }

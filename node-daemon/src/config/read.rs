@@ -1,15 +1,18 @@
 //! From TOML to [`Config`].
 
-use std::{collections::BTreeMap, path::PathBuf};
+use std::{collections::BTreeMap, net::Ipv4Addr, path::PathBuf};
 
 use toml::Table;
 
 use super::{
-    Accelerator, Config, ControlConfig, ImagesConfig, NodeConfig, PoolConfig, Problems, Resources, VmmConfig,
-    section::Section,
+    Accelerator, Config, ControlConfig, ImagesConfig, NetworkConfig, NodeConfig, PoolConfig, Problems, Resources,
+    VmmConfig, section::Section,
 };
+use crate::network::is_a_host;
 
 const NOBODY: u32 = 65534;
+/// Every host on the way must take packets of 576 bytes; a length field has 16 bits.
+const MTUS: std::ops::RangeInclusive<u32> = 576..=65_535;
 
 pub fn config(text: &str) -> Result<Config, Problems> {
     let mut problems = Problems::default();
@@ -27,11 +30,12 @@ pub fn config(text: &str) -> Result<Config, Problems> {
     let storage_pools = storage_pools(&mut root);
     let vmm = root.section("vmm", vmm);
     let images = root.section("images", |section| section.path("dir").map(|dir| ImagesConfig { dir }));
+    let network = root.optional_section("network", network).flatten();
     let control = root.section("control", control);
     root.finish();
     match (state_dir, resources, vmm, images, control) {
         (Some(state_dir), Some(resources), Some(vmm), Some(images), Some(control)) if problems.0.is_empty() => {
-            Ok(Config { state_dir, node, resources, storage_pools, vmm, images, control })
+            Ok(Config { state_dir, node, resources, storage_pools, vmm, images, network, control })
         }
         _ => Err(problems),
     }
@@ -156,6 +160,41 @@ fn vmm(section: &mut Section<'_>) -> Option<VmmConfig> {
         uid: uid.unwrap_or(NOBODY),
         gid: gid.unwrap_or(NOBODY),
         cgroup_root: cgroup_root.unwrap_or_else(|| PathBuf::from("/sys/fs/cgroup")),
+    })
+}
+
+/// A server that guests can ask.
+struct DnsServer(Ipv4Addr);
+
+impl std::str::FromStr for DnsServer {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let address = text.parse().map_err(|_| "must be an IPv4 address")?;
+        is_a_host(address)
+            .then_some(Self(address))
+            .ok_or("must be the address of another host: guests do not reach this one")
+    }
+}
+
+fn network(section: &mut Section<'_>) -> Option<NetworkConfig> {
+    let range = section.text("range");
+    let uplinks = section.optional_texts("uplinks").unwrap_or_default();
+    let dns_servers: Option<Vec<DnsServer>> = section.optional_texts("dns_servers");
+    let mtu = section.optional_number("mtu", *MTUS.start()).filter(|mtu| {
+        let fits = MTUS.contains(mtu);
+        if !fits {
+            section.problem("mtu", Some(mtu.to_string()), format!("must be at most {}", MTUS.end()));
+        }
+        fits
+    });
+    let nft = section.optional_path("nft");
+    Some(NetworkConfig {
+        range: range?,
+        uplinks,
+        dns_servers: dns_servers.map(|servers| servers.into_iter().map(|server| server.0).collect()),
+        mtu,
+        nft: nft.unwrap_or_else(|| PathBuf::from("/usr/sbin/nft")),
     })
 }
 

@@ -168,13 +168,23 @@ impl<'p> Section<'p> {
     /// A list of strings with at least one entry.
     pub fn texts<T: FromStr<Err: fmt::Display>>(&mut self, key: &str) -> Vec<T> {
         let Some(value) = self.required(key) else { return Vec::new() };
+        if value.as_array().is_some_and(Vec::is_empty) {
+            self.problem(key, Some("[]".into()), "must have at least one entry");
+        }
+        self.texts_of(key, value)
+    }
+
+    /// A list of strings, which may be empty.
+    pub fn optional_texts<T: FromStr<Err: fmt::Display>>(&mut self, key: &str) -> Option<Vec<T>> {
+        let value = self.take(key)?;
+        Some(self.texts_of(key, value))
+    }
+
+    fn texts_of<T: FromStr<Err: fmt::Display>>(&mut self, key: &str, value: Value) -> Vec<T> {
         let Value::Array(values) = value else {
             self.problem(key, Some(value.to_string()), "must be a list of strings");
             return Vec::new();
         };
-        if values.is_empty() {
-            self.problem(key, Some("[]".into()), "must have at least one entry");
-        }
         let mut texts = Vec::new();
         for (index, value) in values.into_iter().enumerate() {
             let key = format!("{key}[{index}]");
@@ -200,6 +210,11 @@ impl<'p> Section<'p> {
         let result = read(&mut section);
         section.finish();
         result
+    }
+
+    /// A table that may be missing.
+    pub fn optional_section<T>(&mut self, key: &str, read: impl FnOnce(&mut Section<'_>) -> T) -> Option<T> {
+        self.table.contains_key(key).then(|| self.section(key, read))
     }
 
     /// A list of tables with at least one entry.

@@ -21,6 +21,11 @@ kernel = "/boot/vmlinux"
 initrd = "/boot/initrd.lz4"
 [images]
 dir = "/images"
+[network]
+range = "10.77.0.0/16"
+uplinks = ["eth0"]
+dns_servers = ["192.0.2.53"]
+mtu = 1400
 [control]
 endpoints = ["https://127.0.0.1:7443"]
 ca_file = "/etc/ca.crt"
@@ -74,6 +79,16 @@ fn each_bad_value_is_named_with_key_value_and_rule() {
         ("\"https://127.0.0.1:7443\"", "\"http://a:1\"", "control.endpoints[0] = \"http://a:1\": must be https://"),
         ("\"https://127.0.0.1:7443\"", "", "control.endpoints = []: must have at least one entry"),
         ("[images]", "[image]", "image = {"),
+        ("\"10.77.0.0/16\"", "\"10.77.0.1/16\"", "network.range = \"10.77.0.1/16\": must begin with its first address"),
+        ("range = \"10.77.0.0/16\"", "", "network.range: is required"),
+        ("[\"eth0\"]", "[\"eth 0\"]", "network.uplinks[0] = \"eth 0\": must be the name of a network interface"),
+        ("[\"eth0\"]", "['a\"b']", "must be the name of a network interface"),
+        ("[\"eth0\"]", "[\"kt0\"]", "network.uplinks[0] = \"kt0\": must not begin with kt"),
+        ("192.0.2.53", "::1", "network.dns_servers[0] = \"::1\": must be an IPv4 address"),
+        ("192.0.2.53", "127.0.0.53", "network.dns_servers[0] = \"127.0.0.53\": must be the address of another host"),
+        ("mtu = 1400", "mtu = 500", "network.mtu = 500: must be a whole number of at least 576"),
+        ("mtu = 1400", "mtu = 70000", "network.mtu = 70000: must be at most 65535"),
+        ("mtu = 1400", "nft = \"nft\"", "network.nft = \"nft\": must be an absolute path"),
     ] {
         assert!(GOOD.contains(good), "{good}");
         let found = problems(&GOOD.replacen(good, bad, 1));
@@ -115,4 +130,21 @@ fn a_pool_stands_once() {
 #[test]
 fn what_is_no_toml_is_told_with_its_line() {
     assert!(problems("a = ")[0].contains("line 1"));
+}
+
+#[test]
+fn a_network_has_defaults_and_its_absence_is_said() {
+    let config = Config::parse(GOOD).unwrap();
+    let network = config.network.as_ref().unwrap();
+    assert_eq!(network.nft, PathBuf::from("/usr/sbin/nft"));
+    assert!(config.to_string().contains("10.77.0.0/16, uplinks eth0, DNS 192.0.2.53, MTU 1400"), "{config}");
+    let (before, after) = GOOD.split_once("uplinks").unwrap();
+    let shortest = format!("{before}{}", after.split_once("mtu = 1400\n").unwrap().1);
+    let network = Config::parse(&shortest).unwrap().network.unwrap();
+    assert_eq!((network.uplinks.len(), network.dns_servers, network.mtu), (0, None, None));
+    let (before, after) = GOOD.split_once("[network]").unwrap();
+    let without = format!("{before}{}", after.split_once("mtu = 1400\n").unwrap().1);
+    let config = Config::parse(&without).unwrap();
+    assert_eq!(config.network, None);
+    assert!(config.to_string().contains("no [network] section"), "{config}");
 }

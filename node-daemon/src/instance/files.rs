@@ -5,6 +5,7 @@
 
 use std::{
     fs, io,
+    net::Ipv4Addr,
     os::unix::fs::DirBuilderExt as _,
     path::{Path, PathBuf},
 };
@@ -94,6 +95,9 @@ pub struct Record {
     /// How many ends of the entrypoint were made events.
     #[serde(default)]
     pub exits_told: u32,
+    /// Of the guest, from before anything was made for it on the host; absent when it has no network.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub address: Option<Ipv4Addr>,
     /// The VM, once it was started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub process: Option<ProcessId>,
@@ -112,6 +116,7 @@ impl Record {
             objects_taken: false,
             available: false,
             exits_told: 0,
+            address: None,
             process: None,
             ending: None,
         }

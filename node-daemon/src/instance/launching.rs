@@ -8,8 +8,9 @@ use kibo_protocol::v1::{self, EndReason, ObjectState, ObjectUse};
 use super::{Deps, find_root_image, machine::Ending, root_image::RootImage};
 use crate::{
     launch::{GrantedObject, Launch},
+    network::GuestNetwork,
     pool::TakenObject,
-    vmm::{Disk, Machine, SocketDir, Started},
+    vmm::{Disk, Machine, SocketDir, Started, Tap},
 };
 
 const ROOT_SERIAL: &str = "root";
@@ -49,12 +50,18 @@ fn take_one(deps: &Deps, launch: &Launch, granted: &GrantedObject) -> Result<Tak
 }
 
 /// Starts the VM. Needs a tokio runtime.
-pub fn start(deps: &Deps, launch: &Launch, taken: Taken, sockets: &SocketDir) -> Result<Started, Ending> {
-    let machine = machine(&deps.images_dir, launch, taken.0)?;
+pub fn start(
+    deps: &Deps,
+    launch: &Launch,
+    taken: Taken,
+    tap: Option<Tap>,
+    sockets: &SocketDir,
+) -> Result<Started, Ending> {
+    let machine = Machine { tap, ..machine(&deps.images_dir, launch, taken.0)? };
     deps.vmm.start(machine, sockets).map_err(|error| Ending::new(EndReason::VmmFailed, error.to_string()))
 }
 
-/// The VM of a launch, with its disks: the layer first, then the Volumes. Opens the root image.
+/// The VM of a launch, with its disks: the layer first, then the Volumes; without a network. Opens the root image.
 pub fn machine(images_dir: &Path, launch: &Launch, taken: Vec<TakenObject>) -> Result<Machine, Ending> {
     let root = root_image(images_dir, launch)?;
     let file = File::open(&root.path).map_err(|error| {
@@ -72,6 +79,7 @@ pub fn machine(images_dir: &Path, launch: &Launch, taken: Vec<TakenObject>) -> R
         memory: launch.memory,
         memory_limit: launch.allocated_memory,
         disks,
+        tap: None,
     })
 }
 
@@ -88,7 +96,11 @@ fn volume_serial(index: usize) -> String {
 }
 
 /// What makes the booted guest this Instance's. Time and entropy are filled in when it is sent.
-pub fn configuration(images_dir: &Path, launch: &Launch) -> Result<guest::Configure, Ending> {
+pub fn configuration(
+    images_dir: &Path,
+    launch: &Launch,
+    network: Option<GuestNetwork>,
+) -> Result<guest::Configure, Ending> {
     let root = root_image(images_dir, launch)?;
     let volumes = launch.volumes.iter().enumerate().map(|(index, volume)| guest::Volume {
         serial: volume_serial(index),
@@ -99,14 +111,26 @@ pub fn configuration(images_dir: &Path, launch: &Launch) -> Result<guest::Config
     Ok(guest::Configure {
         instance_id: launch.instance().to_string(),
         hostname: launch.hostname.clone(),
-        // The next issue gives guests a network.
-        network: None,
+        network: network.map(self::network),
         root_image: Some(guest::RootImage { serial: ROOT_SERIAL.to_owned(), fs_type: root.fs_type.to_owned() }),
         writable_layer: Some(guest::WritableLayer { serial: LAYER_SERIAL.to_owned() }),
         volumes: volumes.collect(),
         entrypoint: launch.entrypoint.as_ref().filter(|entrypoint| !entrypoint.command.is_empty()).map(entrypoint),
         ..guest::Configure::default()
     })
+}
+
+fn network(network: GuestNetwork) -> guest::Network {
+    let GuestNetwork { mac, address, prefix_length, gateway, dns_servers, mtu } = network;
+    guest::Network {
+        mac: mac.to_string(),
+        address: address.to_string(),
+        prefix_length: prefix_length.into(),
+        gateway: gateway.map(|gateway| gateway.to_string()).unwrap_or_default(),
+        dns_servers: dns_servers.iter().map(ToString::to_string).collect(),
+        dns_search: Vec::new(),
+        mtu,
+    }
 }
 
 fn entrypoint(entrypoint: &v1::Entrypoint) -> guest::Entrypoint {

@@ -3,7 +3,8 @@
 //! [`Instances`] supervises them. Each Instance is a task that owns its VM and its record on disk; what it decides is in
 //! [`machine`], which is pure. A daemon that starts finds by listing what an earlier one left ([`recover`]): what runs is
 //! adopted, what does not is ended, and the order at an end is always the same: the process is reaped, the traces on the
-//! host are removed, the holder records are released, the Ended event is on the disk, the directory goes.
+//! host are removed (cgroup, network), the holder records are released, the Ended event is on the disk, the directory
+//! goes.
 
 mod console;
 mod control;
@@ -35,6 +36,7 @@ use crate::{
     guest::{Guest, Open},
     launch::{Launch, instance_id},
     log_store::{LogStore, Wanted},
+    network::Network,
     pool::Pools,
     session::Inventoried,
     spool::EventSpool,
@@ -60,6 +62,8 @@ pub struct Deps {
     /// Where root images are.
     pub images_dir: PathBuf,
     pub vmm: Vmm,
+    /// Absent: guests have no network.
+    pub network: Option<Network>,
     pub pools: Arc<Pools>,
     pub spool: Arc<EventSpool>,
     pub logs: Arc<LogStore>,

@@ -14,6 +14,7 @@ use super::{
 };
 use crate::{
     launch::Launch,
+    network::{Assigned, NetworkError},
     vmm::{ProcessId, SocketDir, VmProcess, is_gone},
 };
 
@@ -26,6 +27,12 @@ const LOOK_AGAIN: Duration = Duration::from_secs(10);
 pub enum RecoverError {
     #[error(transparent)]
     Files(#[from] FilesError),
+    #[error(transparent)]
+    Network(#[from] NetworkError),
+    #[error(
+        "there is no [network] section, but {instance} has a network: give the section back until its Workspace is stopped"
+    )]
+    NoNetwork { instance: InstanceId },
     #[error("failed to list the processes: {0}; without that nobody knows what runs")]
     Processes(io::Error),
     #[error(
@@ -48,6 +55,8 @@ enum Unclear {
     Immortal { pid: i32 },
     #[error("failed to open its directory: {0}")]
     Directory(io::Error),
+    #[error(transparent)]
+    Network(#[from] NetworkError),
 }
 
 /// Processes by the name of their Instance.
@@ -63,6 +72,7 @@ pub async fn recover(inner: &Arc<Inner>) -> Result<(), RecoverError> {
             return Err(RecoverError::Copied { instance: *instance, pid: process.pid });
         }
     }
+    restore_network(inner, &instances).await?;
     for instance in instances {
         let own = processes.remove(&instance.to_string()).unwrap_or_default();
         // One that cannot be taken up must not keep the others from it.
@@ -84,6 +94,25 @@ pub async fn recover(inner: &Arc<Inner>) -> Result<(), RecoverError> {
         }
     }
     Ok(())
+}
+
+/// Before any Instance goes on: the rules of all must be there when those of one are made.
+async fn restore_network(inner: &Inner, instances: &[InstanceId]) -> Result<(), RecoverError> {
+    let mut guests = BTreeMap::new();
+    for instance in instances {
+        // One that cannot be read is taken up later, if at all: the rules let nothing of it pass until then.
+        if let Ok(Some((record, launch))) = inner.dirs.of(*instance).load()
+            && let Some(address) = record.address
+            && !inner.deps.spool.has_ended(*instance)
+        {
+            guests.insert(*instance, Assigned { address, egress: launch.egress });
+        }
+    }
+    match (&inner.deps.network, guests.first_key_value()) {
+        (Some(network), _) => Ok(network.restore(guests).await?),
+        (None, Some((instance, _))) => Err(RecoverError::NoNetwork { instance: *instance }),
+        (None, None) => Ok(()),
+    }
 }
 
 fn processes(inner: &Inner) -> io::Result<Processes> {
@@ -125,6 +154,9 @@ async fn recover_one(inner: &Arc<Inner>, instance: InstanceId, own: Vec<ProcessI
         // Killed between the Ended event and the removal of the directory, the last two steps.
         return discard(&directory, own).await;
     }
+    if let (Some(network), Some(address)) = (&inner.deps.network, record.address) {
+        network.adopt(instance, Assigned { address, egress: launch.egress }).await?;
+    }
     let process = choose(&record, own).await?;
     let found = found(inner, &record, &launch, process)?;
     let state = match &found {
@@ -150,6 +182,11 @@ pub async fn destroy_unclear(inner: &Inner, instance: InstanceId) {
     }
     if let Err(error) = inner.deps.vmm.cgroup(&name).remove() {
         tracing::warn!(%instance, %error, "failed to remove a cgroup");
+    }
+    if let Some(network) = &inner.deps.network
+        && let Err(error) = network.detach(instance).await
+    {
+        tracing::warn!(%instance, %error, "failed to detach a network");
     }
     inner.forget_unclear(instance);
 }

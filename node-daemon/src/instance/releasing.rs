@@ -30,6 +30,9 @@ pub async fn release(deps: &Deps, launch: &Launch, directory: &InstanceDir, endi
     })
     .await;
     kibo_failpoint::reach("cgroup-removed").await;
+    if let Some(network) = &deps.network {
+        until_succeeded("detach the network", launch, Some(deps), || network.detach(instance)).await;
+    }
     let mut objects = Vec::new();
     for granted in launch.objects() {
         let close = || {
@@ -93,13 +96,31 @@ where
     E: std::fmt::Display + Send + 'static,
     S: FnOnce() -> Result<T, E> + Send + 'static,
 {
+    until_succeeded(what, launch, tell, || {
+        let step = tokio::task::spawn_blocking(step());
+        async move {
+            match step.await {
+                Ok(result) => result.map_err(|error| error.to_string()),
+                Err(error) => Err(error.to_string()),
+            }
+        }
+    })
+    .await
+}
+
+/// The same for a step that does not block.
+async fn until_succeeded<T, E: std::fmt::Display, F: Future<Output = Result<T, E>>>(
+    what: &'static str,
+    launch: &Launch,
+    tell: Option<&Deps>,
+    mut step: impl FnMut() -> F,
+) -> T {
     let mut pause = RETRY_FIRST;
     let mut failures = 0;
     loop {
-        let problem = match tokio::task::spawn_blocking(step()).await {
-            Ok(Ok(value)) => return value,
-            Ok(Err(error)) => error.to_string(),
-            Err(panic) => panic.to_string(),
+        let problem = match step().await {
+            Ok(value) => return value,
+            Err(error) => error.to_string(),
         };
         tracing::warn!(instance = %launch.instance(), problem, "failed to {what}; trying again");
         failures += 1;

@@ -21,7 +21,8 @@ use super::{
 use crate::{
     guest::GuestEvent,
     launch::Launch,
-    vmm::{ProcessId, SocketDir, Started, VmProcess},
+    network::{GuestNetwork, Mac, NetworkError},
+    vmm::{ProcessId, SocketDir, Started, Tap, VmProcess},
 };
 
 /// What a guest gets to end its processes before they are killed.
@@ -158,15 +159,37 @@ impl Task {
             self.remember(|record| record.objects_taken = true).await?;
         }
         let sockets = self.sockets()?;
+        let tap = self.attach().await?;
         let started: Started = {
             let (inner, launch, sockets) = (self.inner.clone(), self.launch.clone(), sockets.clone());
-            blocking(move || launching::start(&inner.deps, &launch, taken, &sockets)).await?
+            blocking(move || launching::start(&inner.deps, &launch, taken, tap, &sockets)).await?
         };
         let process = started.process.id();
         self.timeline.reach(Part::Process);
         kibo_failpoint::reach("vm-started").await;
         self.watch(started.process, Some(started.complaints), sockets);
         Ok(process)
+    }
+
+    /// Makes the guest's network: the address is on the disk before it is used, the rules stand before the tap, and the
+    /// tap before the VM.
+    async fn attach(&mut self) -> Result<Option<Tap>, Ending> {
+        let Some(network) = self.inner.deps.network.clone() else { return Ok(None) };
+        let (instance, egress) = (self.launch.instance(), self.launch.egress);
+        let address = network.assign(instance, egress).await.map_err(network_failed)?;
+        self.remember(|record| record.address = Some(address)).await?;
+        let fd = network.attach(instance).await.map_err(network_failed)?;
+        Ok(Some(Tap { fd, mac: Mac::of(instance).to_string() }))
+    }
+
+    /// What the guest is told of its network; nothing when its VM was made without one.
+    async fn network(&self) -> Result<Option<GuestNetwork>, Ending> {
+        match &self.inner.deps.network {
+            Some(network) if self.record.address.is_some() => {
+                network.guest(self.launch.instance()).await.map(Some).map_err(network_failed)
+            }
+            _ => Ok(None),
+        }
     }
 
     /// Goes on with a VM that an earlier daemon started.
@@ -360,7 +383,9 @@ impl Task {
     }
 
     async fn configure(&mut self) {
-        let configured = launching::configuration(&self.inner.deps.images_dir, &self.launch);
+        let network = self.network().await;
+        let configured =
+            network.and_then(|network| launching::configuration(&self.inner.deps.images_dir, &self.launch, network));
         // From the moment in which it is sent the guest may write.
         let configured = match configured {
             Ok(configure) => self.remember(|record| record.configured = true).await.map(|()| configure),
@@ -389,7 +414,8 @@ impl Task {
             tracing::info!(%instance, millis = %self.timeline, "available");
         }
         let (deps, launch) = (self.inner.deps.clone(), self.launch.clone());
-        let available = Kind::Available(protocol::Available { guest_boot_id: self.boot_id.clone() });
+        let address = self.record.address.map(|address| address.to_string()).unwrap_or_default();
+        let available = Kind::Available(protocol::Available { guest_boot_id: self.boot_id.clone(), address });
         self.storing = Some(spawn(instance, async move {
             kibo_failpoint::reach("before-available-told").await;
             releasing::append(&deps, &launch, available).await;
@@ -453,6 +479,11 @@ impl Task {
         releasing::release(&self.inner.deps, &self.launch, &self.directory, &ending).await;
         tracing::info!(%instance, reason = ending.reason.as_str_name(), message = ending.message, "ended");
     }
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "for map_err")]
+fn network_failed(error: NetworkError) -> Ending {
+    Ending::new(EndReason::NetworkFailed, error.to_string())
 }
 
 /// What the guest does next; never, while there is none.

@@ -87,7 +87,7 @@ fn a_long_journal_is_written_anew_and_keeps_its_numbers() {
     let spool = EventSpool::open(dir.path()).unwrap();
     let message = "m".repeat(40 << 10);
     for _ in 0..2 {
-        let kind = Kind::Available(v1::Available { guest_boot_id: message.clone() });
+        let kind = Kind::Available(v1::Available { guest_boot_id: message.clone(), ..v1::Available::default() });
         let seq = spool.append(instance, WORKSPACE, kind).unwrap();
         spool.ack(instance, seq);
     }
@@ -121,7 +121,9 @@ fn a_compaction_that_fails_half_way_loses_no_later_event() {
     let spool = EventSpool::open(dir.path()).unwrap();
     // Long enough to be written anew.
     let guest_boot_id = "m".repeat(70 << 10);
-    let last = spool.append(instance, WORKSPACE, Kind::Available(v1::Available { guest_boot_id })).unwrap();
+    let last = spool
+        .append(instance, WORKSPACE, Kind::Available(v1::Available { guest_boot_id, ..v1::Available::default() }))
+        .unwrap();
     drop(spool);
     let status = std::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "spool::tests::a_compaction_that_fails_half_way_loses_no_later_event", "--test-threads=1"])

@@ -24,6 +24,16 @@ pub struct MachineShape {
     pub cpu: MilliCpu,
     pub memory: Bytes,
     pub disks: Vec<DiskShape>,
+    /// Absent: the guest has no network.
+    pub card: Option<NetworkCard>,
+}
+
+/// A network card at a tap.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NetworkCard {
+    /// Of the tap, as QEMU inherits it.
+    pub tap: i32,
+    pub mac: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -86,6 +96,11 @@ pub fn arguments(acceleration: Acceleration, shape: &MachineShape, fds: Descript
     line.device("virtio-balloon-device,id=balloon,free-page-reporting=on");
     for (disk, fd) in shape.disks.iter().zip(fds.first_disk..) {
         line.disk(disk, fd);
+    }
+    if let Some(NetworkCard { tap, mac }) = &shape.card {
+        // The kernel's vhost would need a device of its own, and runs outside the sandbox.
+        line.option("-netdev", format!("tap,id=net,fd={tap},vhost=off"));
+        line.device(&format!("virtio-net-device,netdev=net,mac={mac}"));
     }
     line.option("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny");
     line.0
@@ -163,6 +178,7 @@ mod tests {
             cpu: MilliCpu(1500),
             memory: Bytes::mib(256),
             disks: vec![disk("root", true), disk("rw", false)],
+            card: Some(NetworkCard { tap: 10, mac: "02:00:00:00:00:01".to_owned() }),
         };
         let fds = Descriptors { kernel: 3, initrd: 4, control: 5, agent: 6, console: 7, first_disk: 8 };
         arguments(acceleration, &shape, fds).into_iter().map(|argument| argument.into_string().unwrap()).collect()
@@ -191,6 +207,13 @@ mod tests {
         assert!(disks[0].contains("/dev/fdset/8") && disks[0].contains("read-only=on"), "{disks:?}");
         assert!(disks[0].contains("cache.direct=off"), "{disks:?}");
         assert!(disks[2].contains("/dev/fdset/9") && disks[2].contains("cache.direct=on"), "{disks:?}");
+    }
+
+    #[test]
+    fn the_network_card_is_at_the_tap_that_was_passed() {
+        let line = line(Acceleration::Kvm);
+        assert_eq!(value_of(&line, "-netdev"), ["tap,id=net,fd=10,vhost=off"]);
+        assert!(value_of(&line, "-device").contains(&"virtio-net-device,netdev=net,mac=02:00:00:00:00:01"), "{line:?}");
     }
 
     #[test]

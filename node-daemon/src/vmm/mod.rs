@@ -34,7 +34,7 @@ pub use process::{Exit, ProcessId, VmProcess, is_gone, list as list_processes, l
 pub use qmp::{Qmp, QmpError, QmpEvent, RunState};
 pub use sockets::SocketDir;
 
-use command_line::{Descriptors, MachineShape, TCG_CODE_MIB};
+use command_line::{Descriptors, MachineShape, NetworkCard, TCG_CODE_MIB};
 use process::STATE_VARIABLE;
 
 /// Names of the sockets in an Instance's directory.
@@ -82,6 +82,13 @@ pub struct Disk {
     pub direct: bool,
 }
 
+/// The guest's network: the tap is already open, and QEMU's alone from its start on.
+#[derive(Debug)]
+pub struct Tap {
+    pub fd: OwnedFd,
+    pub mac: String,
+}
+
 /// The VM to start.
 #[derive(Debug)]
 pub struct Machine {
@@ -92,6 +99,8 @@ pub struct Machine {
     /// Guest memory and QEMU's own.
     pub memory_limit: Bytes,
     pub disks: Vec<Disk>,
+    /// Absent: the guest has no network.
+    pub tap: Option<Tap>,
 }
 
 /// QEMU and all that it is started with.
@@ -192,7 +201,8 @@ impl Vmm {
             inherited.add(file);
         }
         let name = process_name(self.node.as_str(), &machine.name);
-        let shape = MachineShape { name, cpu: machine.cpu, memory: machine.memory, disks };
+        let card = machine.tap.map(|tap| NetworkCard { tap: inherited.add(tap.fd), mac: tap.mac });
+        let shape = MachineShape { name, cpu: machine.cpu, memory: machine.memory, disks, card };
         let arguments = command_line::arguments(self.acceleration, &shape, fds);
         Ok(Qemu { program: self.config.qemu.clone(), arguments, files: inherited.into_mappings() })
     }

@@ -111,6 +111,7 @@ impl Workspace {
             }],
             entrypoint: Some(v1::Entrypoint { command: self.entrypoint.clone(), ..v1::Entrypoint::default() }),
             hostname: "test".to_owned(),
+            network: None,
         };
         Launch::read(message, node.id.clone(), Incarnation(1)).expect("a launch of a test")
     }
@@ -190,6 +191,7 @@ impl TestNode {
         let deps = Deps {
             images_dir: self.images(),
             vmm: self.vmm(),
+            network: None,
             pools: Arc::new(Pools::open(&pools, &self.id).unwrap()),
             spool: spool.clone(),
             logs: Arc::new(LogStore::open(self.state().join("logs"), LogBounds::default()).unwrap()),

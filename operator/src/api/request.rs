@@ -127,6 +127,7 @@ mod tests {
             memory_bytes: Bytes(1 << 28),
             last_seq: SequenceNumber(0),
             started_at: time(),
+            address: None,
         }
     }
 

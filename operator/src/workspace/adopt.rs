@@ -109,6 +109,7 @@ fn adopt(draft: &mut Draft<'_>, evidence: &Evidence, instance: &InstanceEvidence
         cpu_milli: instance.cpu,
         memory_bytes: instance.memory,
         last_seq: stored.as_ref().map(|execution| execution.last_seq).max(Some(instance.acked)).unwrap_or_default(),
+        address: stored.as_ref().and_then(|execution| execution.address.clone()),
         started_at: stored.map_or_else(|| now.clone(), |execution| execution.started_at),
     });
     if draft.phase() == WorkspacePhase::Deleting {

@@ -42,6 +42,7 @@ fn stored(phase: WorkspacePhase, execution: Option<(u8, &str)>, holder: Option<(
             memory_bytes: Bytes(1 << 20),
             last_seq: SequenceNumber(1),
             started_at: at(),
+            address: None,
         }),
         epoch: holder.map(|(_, epoch)| Epoch(epoch)),
         holder: holder.map(|(on, epoch)| Holder {

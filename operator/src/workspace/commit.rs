@@ -41,6 +41,7 @@ pub fn workspace_status(
         memory_bytes: start.demand.memory,
         last_seq: SequenceNumber(0),
         started_at: now,
+        address: None,
     });
     if let Some(pool) = place.pools.first() {
         let layer = LayerStatus { pool: pool.clone(), size: amounts.layer, created: false };

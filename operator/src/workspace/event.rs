@@ -4,6 +4,8 @@
 //! this leader or the next, changes nothing. What an event says about objects counts also when its
 //! Instance is not current any more: it goes by node and epoch.
 
+use std::net::Ipv4Addr;
+
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kibo_crds::{
     Bytes, ConditionType, Epoch, NodeId, SequenceNumber, Workspace,
@@ -119,7 +121,7 @@ pub fn apply(
 
 fn take_in(draft: &mut Draft<'_>, event: &v1::InstanceEvent) {
     match &event.kind {
-        Some(Kind::Available(_)) => available(draft),
+        Some(Kind::Available(event)) => available(draft, event),
         Some(Kind::GuestUnresponsive(_)) => {
             let message = "the agent in the guest does not answer; the guest may be overloaded or hung";
             draft.set(ConditionType::GuestResponsive, false, "NoAnswer", message);
@@ -136,7 +138,11 @@ fn take_in(draft: &mut Draft<'_>, event: &v1::InstanceEvent) {
     }
 }
 
-fn available(draft: &mut Draft<'_>) {
+fn available(draft: &mut Draft<'_>, event: &v1::Available) {
+    if let Some(execution) = &mut draft.status.execution {
+        // A node may say anything; what is no address is not shown.
+        execution.address = event.address.parse::<Ipv4Addr>().ok().map(|address| address.to_string());
+    }
     draft.set(ConditionType::GuestResponsive, true, "Answers", "");
     // A stop or a deletion may have overtaken the start.
     if draft.phase() != WorkspacePhase::Starting {
@@ -189,6 +195,7 @@ fn meaning(reason: v1::EndReason) -> Meaning {
         End::HolderConflict => failed("HolderConflict"),
         End::StorageFailed => failed("StorageFailed"),
         End::VmmFailed => failed("VmmFailed"),
+        End::NetworkFailed => failed("NetworkFailed"),
         End::GuestConfigureFailed => failed("GuestConfigureFailed"),
         End::GuestBootTimeout => failed("GuestBootTimeout"),
         End::VmmExited => failed("VmmExited"),
@@ -253,6 +260,7 @@ fn sentence(reason: v1::EndReason) -> &'static str {
         End::HolderConflict => "a record in the storage pool says that somebody else uses the disk",
         End::StorageFailed => "a disk image could not be made or opened on the node",
         End::VmmFailed => "the virtual machine could not be started on the node",
+        End::NetworkFailed => "the network of the guest could not be made on the node",
         End::GuestConfigureFailed => "the guest could not be configured",
         End::GuestBootTimeout => "the guest did not come up in time",
         End::VmmExited => "the virtual machine ended by a fault or was killed: start it again",

@@ -3,6 +3,7 @@
 use kibo_crds::{
     AmountError, Bytes, MilliCpu, PoolId, Template, Volume, Workspace,
     template::{Entrypoint, RestartPolicy},
+    workspace::Egress,
 };
 use kibo_protocol::v1;
 use kube::ResourceExt as _;
@@ -47,6 +48,7 @@ pub fn launch(workspace: &Workspace, template: Option<&Template>, volume: Option
         volumes: volume.into_iter().filter_map(|volume| mount(workspace, volume)).collect(),
         entrypoint: template.and_then(|template| template.spec.entrypoint.as_ref()).map(entrypoint),
         hostname: workspace.name_any(),
+        network: Some(network(workspace)),
     })
 }
 
@@ -55,6 +57,14 @@ pub fn without_grants(mut launch: v1::Launch) -> v1::Launch {
     let volumes = launch.volumes.iter_mut().filter_map(|volume| volume.object.as_mut());
     volumes.chain(launch.layer.as_mut()).for_each(|object| object.grant = None);
     launch
+}
+
+fn network(workspace: &Workspace) -> v1::LaunchNetwork {
+    let egress = match workspace.spec.network.as_ref().and_then(|network| network.egress).unwrap_or_default() {
+        Egress::Allow => v1::Egress::Allow,
+        Egress::Deny => v1::Egress::Deny,
+    };
+    v1::LaunchNetwork { egress: egress.into() }
 }
 
 fn reference(workspace: &Workspace) -> v1::WorkspaceRef {

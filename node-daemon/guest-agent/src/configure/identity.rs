@@ -35,9 +35,7 @@ pub fn write_files(request: &Request) -> Result<(), Error> {
         replace("/etc/hosts", &hosts(&request.hostname, request.network.as_ref()))?;
     }
     match &request.network {
-        Some(network) if !network.dns_servers.is_empty() && is_ours(Path::new("/etc/resolv.conf")) => {
-            replace("/etc/resolv.conf", &resolv_conf(network))
-        }
+        Some(network) if is_ours(Path::new("/etc/resolv.conf")) => replace("/etc/resolv.conf", &resolv_conf(network)),
         _ => Ok(()),
     }
 }

@@ -101,6 +101,7 @@ pub(super) fn workspace() -> Workspace {
             volume: None,
             power: None,
             node_selector: BTreeMap::default(),
+            network: None,
             annotations: BTreeMap::default(),
         },
     );
@@ -134,6 +135,7 @@ fn executing(phase: WorkspacePhase) -> Workspace {
             memory_bytes: Bytes::mib(576),
             last_seq: SequenceNumber(0),
             started_at: at(1),
+            address: None,
         }),
         epoch: Some(Epoch(1)),
         holder: Some(holder(1, false)),
@@ -392,6 +394,7 @@ fn ends_are_told_apart() {
         (End::HolderConflict, WorkspacePhase::Failed, Some("HolderConflict")),
         (End::StorageFailed, WorkspacePhase::Failed, Some("StorageFailed")),
         (End::VmmFailed, WorkspacePhase::Failed, Some("VmmFailed")),
+        (End::NetworkFailed, WorkspacePhase::Failed, Some("NetworkFailed")),
         (End::GuestConfigureFailed, WorkspacePhase::Failed, Some("GuestConfigureFailed")),
         (End::GuestBootTimeout, WorkspacePhase::Failed, Some("GuestBootTimeout")),
         (End::TornDown, WorkspacePhase::Failed, Some("TornDown")),
