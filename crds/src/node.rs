@@ -1,5 +1,7 @@
 //! Node: a host that runs Workspaces. A registration is never deleted nor reused.
 
+use std::collections::BTreeMap;
+
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
@@ -27,6 +29,7 @@ use crate::{Bytes, CommandId, Epoch, Incarnation, MilliCpu, PoolId, Ratio, Term,
     printcolumn(name = "Mem-Alloc", type_ = "string", json_path = ".status.allocated.memory"),
     printcolumn(name = "Mem-Sched", type_ = "string", json_path = ".status.schedulable.memory"),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
+    printcolumn(name = "Message", type_ = "string", json_path = ".status.conditions[?(@.type==\"Ready\")].message", priority = 1),
     validation = Rule::new("self.metadata.name.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*$') && size(self.metadata.name) <= 63")
         .message("a node id must be at most 63 characters of a-z, 0-9, '-' and '.'")
         .reason(Reason::FieldValueInvalid),
@@ -221,6 +224,10 @@ pub struct NodeStatus {
     /// What came of the last adoption.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adoption: Option<AdoptionResult>,
+    /// Labels that the host gives itself in its configuration; those of the Node itself go before them.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[schemars(schema_with = "host_labels_schema")]
+    pub host_labels: BTreeMap<String, String>,
     /// What the host gives to VMs, as it reported; what could not be measured is absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub capacity: Option<Amounts>,
@@ -242,6 +249,14 @@ pub struct NodeStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "conditions_schema")]
     pub conditions: Vec<Condition>,
+}
+
+fn host_labels_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+    schemars::json_schema!({
+        "type": "object",
+        "maxProperties": 64,
+        "additionalProperties": { "type": "string", "maxLength": 63 },
+    })
 }
 
 /// Where a node stands, in one word.

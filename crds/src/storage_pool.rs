@@ -17,11 +17,12 @@ use crate::{Bytes, NodeId, SizeQuantity, Term, condition::conditions_schema};
     category = "kibo",
     status = "StoragePoolStatus",
     derive = "PartialEq",
-    printcolumn(name = "Members", type_ = "string", json_path = ".status.members[*].node"),
+    printcolumn(name = "Ready", type_ = "string", json_path = ".status.conditions[?(@.type==\"Ready\")].status"),
     printcolumn(name = "Capacity", type_ = "string", json_path = ".status.capacity"),
     printcolumn(name = "Free", type_ = "string", json_path = ".status.free"),
     printcolumn(name = "Objects", type_ = "integer", json_path = ".status.objects"),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
+    printcolumn(name = "Message", type_ = "string", json_path = ".status.conditions[?(@.type==\"Ready\")].message", priority = 1),
     validation = Rule::new("self.metadata.name.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$') && size(self.metadata.name) <= 63")
         .message("a pool id must be at most 63 characters of a-z, 0-9 and '-'")
         .reason(Reason::FieldValueInvalid),
@@ -56,11 +57,11 @@ pub struct StoragePoolStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 5000))]
     pub members: Vec<PoolMember>,
-    /// Quantity, for people.
+    /// Quantity, for people, rounded down.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 32))]
     pub capacity: Option<String>,
-    /// Quantity, for people.
+    /// Quantity, for people, rounded down.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 32))]
     pub free: Option<String>,

@@ -28,7 +28,8 @@ use crate::{
     printcolumn(name = "Size", type_ = "string", json_path = ".spec.size"),
     printcolumn(name = "Pool", type_ = "string", json_path = ".status.pool"),
     printcolumn(name = "Workspace", type_ = "string", json_path = ".status.boundTo.name"),
-    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
+    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
+    printcolumn(name = "Held-By", type_ = "string", json_path = ".status.holder.node", priority = 1)
 )]
 #[serde(rename_all = "camelCase")]
 #[x_kube(

@@ -38,6 +38,7 @@ use crate::{
     printcolumn(name = "ID", type_ = "string", json_path = ".status.id", priority = 1),
     printcolumn(name = "Instance", type_ = "string", json_path = ".status.execution.instanceId", priority = 1),
     printcolumn(name = "Address", type_ = "string", json_path = ".status.execution.address", priority = 1),
+    printcolumn(name = "Message", type_ = "string", json_path = ".status.message", priority = 1),
     validation = Rule::new("size(self.metadata.name) <= 63")
         .message("the name of a Workspace must be at most 63 characters")
         .reason(Reason::FieldValueInvalid),

@@ -18,13 +18,28 @@ pub fn crds() -> Vec<CustomResourceDefinition> {
         Volume::crd(),
         WorkspaceTombstone::crd(),
     ];
-    crds.into_iter().map(with_known_formats).collect()
+    crds.into_iter().map(with_known_formats).map(with_one_writer).collect()
+}
+
+/// A status has one writer, so nobody shares it field by field. Said in the schema, the API server keeps no
+/// record of who owns which field of it, which would be longer than the status itself.
+fn with_one_writer(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
+    for schema in schemas(&mut crd) {
+        if let Some(status) = schema.properties.as_mut().and_then(|properties| properties.get_mut("status")) {
+            status.x_kubernetes_map_type = Some("atomic".to_owned());
+        }
+    }
+    crd
+}
+
+fn schemas(crd: &mut CustomResourceDefinition) -> impl Iterator<Item = &mut JSONSchemaProps> {
+    let versions = crd.spec.versions.iter_mut().filter_map(|version| version.schema.as_mut());
+    versions.filter_map(|schema| schema.open_api_v3_schema.as_mut())
 }
 
 /// The API server warns about formats of unsigned integers, which it does not know.
 fn with_known_formats(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
-    let schemas = crd.spec.versions.iter_mut().filter_map(|version| version.schema.as_mut());
-    schemas.filter_map(|schema| schema.open_api_v3_schema.as_mut()).for_each(name_known_formats);
+    schemas(&mut crd).for_each(name_known_formats);
     crd
 }
 

@@ -21,6 +21,7 @@ fn main() -> ExitCode {
         .test("a_name_or_an_id_means_the_same_workspace", names_and_ids)
         .test("who_may_not_is_told_so", rights)
         .test("a_long_list_comes_in_pages", pages)
+        .test("a_shell_and_kubectl_complete_names", completions)
         .test("an_enrollment_token_fits_the_node_and_the_operator", enrollment)
         .alone("a_wait_outlives_a_restart_of_the_api_server", wait_through_restart)
         .run()
@@ -142,6 +143,57 @@ async fn pages(place: Arc<Place>) -> Result<()> {
     said(&place, &["volume", "list", "--page-size", "2", "--page-token", "x"], 10, "").await?;
     said(&place, &["volume", "list", "--page-size", "2", "--all", "-q"], 0, "a\nb\nc\n").await?;
     said(&place, &["volume", "delete", "a", "b", "c"], 0, "deleted").await?;
+    Ok(())
+}
+
+async fn completions(place: Arc<Place>) -> Result<()> {
+    let template = template(&place).await?;
+    let namespace = place.namespace().to_owned();
+    for name in ["dev", "web"] {
+        let create = ["workspace", "create", name, "-t", &template, "--node-selector", "of=nobody", "--no-wait"];
+        said(&place, &create, 0, "created").await?;
+    }
+    said(&place, &["volume", "create", "data", "--size", "16Mi"], 0, "created").await?;
+    let id = eventually("it has an id", Duration::from_secs(20), || async {
+        let shown = json(&place, &["workspace", "get", "dev"]).await?;
+        Ok(shown["workspace_id"].as_str().map(str::to_owned))
+    })
+    .await?;
+
+    // What bash does when somebody presses Tab behind the line.
+    let typed = |line: String| {
+        let place = place.clone();
+        async move {
+            let press = "COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMP_TYPE=9
+                _clap_complete_kibo kibo \"${COMP_WORDS[COMP_CWORD]}\"; printf '%s\\n' \"${COMPREPLY[@]}\"";
+            let script = format!("source <(kibo completions bash); COMP_WORDS=({line}); {press}");
+            let text = place.bash(&script).await?.ok()?;
+            anyhow::Ok(text.lines().map(str::to_owned).collect::<Vec<_>>())
+        }
+    };
+    let offers = |line: &str, expected: &[&str]| {
+        let (asked, line) = (typed(line.to_owned()), line.to_owned());
+        let expected: Vec<_> = expected.iter().map(|&name| name.to_owned()).collect();
+        async move {
+            let offered = asked.await?;
+            ensure!(offered == expected, "{line}: {offered:?}, not {expected:?}");
+            Ok(())
+        }
+    };
+    offers("kibo workspace get ''", &["dev", "web"]).await?;
+    offers("kibo ws delete dev ''", &["web"]).await?;
+    offers(&format!("kibo workspace stop -n {namespace} d"), &["dev"]).await?;
+    offers("kibo workspace stop -n kube-system ''", &[""]).await?;
+    offers(&format!("kibo workspace get {}", &id[..20]), &[&id]).await?;
+    offers(&format!("kibo workspace create x -t {}", &template[..5]), &[&template]).await?;
+    offers("kibo workspace create x --volume da", &["data:"]).await?;
+    offers(&format!("kibo volume list -n {}", &namespace[..namespace.len() - 1]), &[&namespace]).await?;
+    // A cluster that does not answer costs two seconds at most, and says nothing.
+    let silent = place.bash("kibo completions bash >/dev/null; KIBO_COMPLETE=bash _CLAP_COMPLETE_INDEX=3 kibo -- kibo --kubeconfig /none workspace get ''").await?;
+    ensure!(silent.stderr.is_empty(), "{silent:?}");
+
+    let asked = place.bash("kubectl __complete kibo workspace get ''").await?.ok()?;
+    ensure!(asked.contains("dev\t") && asked.contains("web\t") && asked.ends_with(":4\n"), "{asked}");
     Ok(())
 }
 

@@ -9,7 +9,7 @@ use crate::{client::Global, enrollment, node, storage_pool, template, volume, wo
 ///
 /// Everything is a Kubernetes resource (group kibotos.dev); kibo uses your kubeconfig and your rights.
 #[derive(Parser, Debug)]
-#[command(name = "kibo", version, disable_help_subcommand = true, arg_required_else_help = true)]
+#[command(name = "kibo", version = kibo_protocol::RELEASE, disable_help_subcommand = true, arg_required_else_help = true)]
 #[command(after_help = EXIT_CODES)]
 pub struct Cli {
     #[command(flatten)]
@@ -43,7 +43,7 @@ pub enum Command {
     /// Tokens with which hosts become nodes
     #[command(subcommand)]
     Enrollment(enrollment::Command),
-    /// Print the completion script for a shell
+    /// Print the script that makes a shell complete commands, options and names
     Completions {
         #[arg(value_enum)]
         shell: Shell,

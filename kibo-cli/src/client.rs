@@ -2,7 +2,7 @@
 
 use std::{path::PathBuf, time::Duration};
 
-use clap::Args;
+use clap::{Args, ColorChoice};
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::{ClusterResourceScope, NamespaceResourceScope, api::core::v1::Event};
 use kube::{
@@ -27,7 +27,7 @@ pub struct Global {
     #[arg(long, global = true, value_name = "FILE", help_heading = "Cluster")]
     pub kubeconfig: Option<PathBuf>,
     /// Context of the kubeconfig
-    #[arg(long, global = true, value_name = "NAME", help_heading = "Cluster")]
+    #[arg(long, global = true, value_name = "CONTEXT", help_heading = "Cluster")]
     pub context: Option<String>,
     /// Act as this user (Kubernetes impersonation)
     #[arg(long = "as", global = true, value_name = "USER", help_heading = "Cluster")]
@@ -38,6 +38,9 @@ pub struct Global {
     /// How long a command waits for what it asked for, such as 90s, 5m or 1h
     #[arg(long, global = true, value_name = "DURATION", default_value = "5m", value_parser = duration, help_heading = "Cluster")]
     pub timeout: Duration,
+    /// Colours: on a terminal unless NO_COLOR is set, always, or never
+    #[arg(long, global = true, value_name = "WHEN", default_value = "auto", help_heading = "Output")]
+    pub color: ColorChoice,
 }
 
 /// Reads a time span such as `90s`, `5m` or `1h30m`.
@@ -154,7 +157,10 @@ fn last_seen(event: &Event) -> Option<Timestamp> {
 async fn read_config(global: &Global) -> Result<Config> {
     let options = KubeConfigOptions { context: global.context.clone(), ..KubeConfigOptions::default() };
     if let Some(path) = &global.kubeconfig {
-        let named = |error| Error::invalid(format!("cannot use the kubeconfig {}: {}", path.display(), cause(&error)));
+        let named = |error| {
+            Error::invalid(format!("cannot use the kubeconfig {}: {}", path.display(), cause(&error)))
+                .next("give the path of another one with --kubeconfig, or leave it out for the usual one")
+        };
         let kubeconfig = Kubeconfig::read_from(path).map_err(named)?;
         return Config::from_custom_kubeconfig(kubeconfig, &options).await.map_err(named);
     }

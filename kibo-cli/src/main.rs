@@ -6,6 +6,7 @@
 mod adopt;
 mod cli;
 mod client;
+mod complete;
 mod enrollment;
 mod errors;
 mod manifest;
@@ -27,11 +28,16 @@ use crate::{
     cli::{Cli, Command},
     client::Cluster,
     errors::{Error, Kind, Result, program},
+    output::colour,
 };
 
 fn main() {
+    if complete::answer() {
+        return;
+    }
     let cli = parse();
-    output::colour::detect();
+    colour::choose(cli.global.color);
+    output::page::measure_terminal();
     let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => exit(i32::from(report(&error.into()))),
@@ -60,9 +66,9 @@ fn parse() -> Cli {
 /// Shows a failure and gives its exit status.
 fn report(error: &Error) -> u8 {
     if error.kind != Kind::BrokenPipe {
-        output::remark(&format!("error: {}", error.message));
+        output::remark(&format!("{} {}", colour::error_word(), error.message));
         if let Some(next) = &error.next {
-            output::remark(&format!("  next: {next}"));
+            output::remark(&format!("  {} {next}", colour::next_word()));
         }
     }
     error.kind.exit_code()
@@ -71,8 +77,8 @@ fn report(error: &Error) -> u8 {
 /// Runs a command; its status is 0, save for `exec`, which hands on that of the remote command.
 async fn run(cli: Cli) -> Result<u8> {
     match cli.command {
-        Command::Completions { shell } => completions(shell).map(|()| 0),
-        Command::Version => output::print(&format!("kibo {}\n", env!("CARGO_PKG_VERSION"))).map(|()| 0),
+        Command::Completions { shell } => complete::script(shell).map(|()| 0),
+        Command::Version => output::print(&format!("kibo {}\n", kibo_protocol::RELEASE)).map(|()| 0),
         command => {
             let cluster = Cluster::open(&cli.global).await?;
             dispatch(&cluster, command).await.map_err(|error| error.with_server(&cluster.server))
@@ -91,10 +97,4 @@ async fn dispatch(cluster: &Cluster, command: Command) -> Result<u8> {
         Command::Completions { .. } | Command::Version => {}
     }
     Ok(0)
-}
-
-fn completions(shell: clap_complete::Shell) -> Result<()> {
-    let mut script = Vec::new();
-    clap_complete::generate(shell, &mut Cli::command(), "kibo", &mut script);
-    output::print(&String::from_utf8_lossy(&script))
 }

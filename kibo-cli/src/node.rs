@@ -1,9 +1,10 @@
 //! `kibo node`: the hosts that run Workspaces.
 
-use std::str::FromStr;
+use std::{collections::BTreeMap, str::FromStr};
 
 use clap::Subcommand;
 use jiff::Timestamp;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kibo_crds::{
     Bytes, MilliCpu, Node, NodeId,
     node::{Amounts, NodeStatus},
@@ -16,7 +17,7 @@ use crate::{
     client::{Cluster, Listed, Paging, remark_next_page},
     errors::{On as _, Result, Subject},
     output::{
-        ConditionView, OutputArgs, Page, Present, Table, colour, conditions, present, remark,
+        ConditionView, OutputArgs, Page, Present, Table, conditions, is_telling, present, remark,
         words::{ABSENT, age, binary, cores, enum_word, instant, or_absent, when},
     },
 };
@@ -51,10 +52,7 @@ pub async fn run(cluster: &Cluster, command: Command) -> Result<()> {
             let params = ListParams { label_selector: selector, ..ListParams::default() };
             let listed = paging.list(&cluster.cluster_wide::<Node>(), params, &subject("")).await?;
             if listed.items.is_empty() {
-                remark(&format!(
-                    "no nodes; a host becomes one with a token: {} enrollment issue NODE",
-                    crate::errors::program()
-                ));
+                remark(&format!("no nodes; a host becomes one with a token: {}", issue("NODE")));
             }
             let many = Many { listed, now: Cluster::now() };
             present(output.form(), &many)?;
@@ -90,7 +88,8 @@ struct View {
     isolated: bool,
     /// The node is ahead of this control plane, which was put back: the id that an adoption names.
     quarantine_id: Option<String>,
-    labels: std::collections::BTreeMap<String, String>,
+    labels: BTreeMap<String, String>,
+    host_labels: BTreeMap<String, String>,
     session: Option<SessionView>,
     report: Option<ReportView>,
     capacity: AmountsView,
@@ -184,8 +183,9 @@ impl From<&Node> for View {
             quarantine_id: status.quarantine.as_ref().map(|quarantine| quarantine.id.clone()),
             status: status.phase.as_ref().map(enum_word),
             admission: status.admission.as_ref().map(enum_word),
-            drain_requested: node.spec.drain.as_ref().is_some_and(|drain| drain.requested),
+            drain_requested: drain_requested(node),
             labels: node.labels().clone(),
+            host_labels: status.host_labels,
             session: status.session.map(|session| SessionView {
                 session_id: session.id,
                 alive: session.alive,
@@ -252,23 +252,52 @@ impl Present for One {
 
     fn text(&self, wide: bool) -> String {
         let status = self.node.status.clone().unwrap_or_default();
+        let mut page = Page::default();
+        page.fact("Node", self.node.name_any());
+        page.state("Status", status.phase.as_ref().map(enum_word).unwrap_or_default());
+        page.fact_if("Enrollment", self.pending_grant(&status));
+        page.fact("Release", status.session.as_ref().map(|session| session.version.clone()).unwrap_or_default());
+        page.fact("Session", self.session(&status, wide));
+        page.fact_if("Labels", Some(self.labels(&status)));
+        page.fact_if("Drain", drain_requested(&self.node).then_some("requested"));
+        page.fact_if("Isolated", is_isolated(&status).then_some("yes"));
+        page.fact_if("Quarantine", status.quarantine.as_ref().map(|quarantine| quarantine.message.clone()));
+        // A host that has never been here has reported nothing.
+        if status.session.is_some() {
+            self.amounts(&mut page, &status, wide);
+        }
+        if wide {
+            page.fact("Admission", status.admission.as_ref().map(enum_word).unwrap_or_default());
+            page.fact("Held objects", or_absent(status.report.as_ref().map(|report| report.held_objects)));
+            page.fact("Incarnation", or_absent(status.incarnation));
+            page.fact("Session ID", status.session.as_ref().map(|session| session.id.clone()).unwrap_or_default());
+            page.fact("Boot ID", status.session.as_ref().map(|session| session.boot_id.clone()).unwrap_or_default());
+            page.fact("Registration", self.node.resource_version().unwrap_or_default());
+            page.fact("Created", when(self.node.creation_timestamp().as_ref(), self.now, wide));
+        }
+        page.section("Storage pools", pools(&status));
+        let shown = status.conditions.iter().filter(|condition| wide || self.is_telling(condition, &status));
+        page.section("Conditions", conditions(shown, self.now));
+        page.section("Events", self.events.clone());
+        page.render()
+    }
+}
+
+impl One {
+    /// That a node is not schedulable because it is not ready is said once.
+    fn is_telling(&self, condition: &Condition, status: &NodeStatus) -> bool {
+        let follows = condition.type_ == "Schedulable"
+            && condition.status == "False"
+            && status.conditions.iter().any(|it| it.type_ == "Ready" && it.status == "False");
+        is_telling(condition) && !follows
+    }
+
+    fn amounts(&self, page: &mut Page, status: &NodeStatus, wide: bool) {
         let (capacity, schedulable, allocated) = (
             Measured::from(status.capacity.as_ref()),
             Measured::from(status.schedulable.as_ref()),
             Measured::from(status.allocated.as_ref()),
         );
-        let mut page = Page::default();
-        page.fact("Node", self.node.name_any());
-        page.fact("Status", colour::state(&status.phase.as_ref().map(enum_word).unwrap_or_default()));
-        page.fact("Admission", status.admission.as_ref().map(enum_word).unwrap_or_default());
-        page.fact("Release", status.session.as_ref().map(|session| session.version.clone()).unwrap_or_default());
-        page.fact("Session", self.session(&status));
-        page.fact_if("Enrollment", self.pending_grant(&status));
-        let labels: Vec<_> = self.node.labels().iter().map(|(key, value)| format!("{key}={value}")).collect();
-        page.fact("Labels", labels.join("\n"));
-        page.fact("Drain requested", yes_no(self.node.spec.drain.as_ref().is_some_and(|drain| drain.requested)));
-        page.fact("Isolated", yes_no(is_isolated(&status)));
-        page.fact_if("Quarantine", status.quarantine.as_ref().map(|quarantine| quarantine.message.clone()));
         page.fact("Capacity", both(&or_absent(capacity.cpu.map(cores)), &or_absent(capacity.memory.map(binary))));
         page.fact(
             "Allocated",
@@ -277,22 +306,17 @@ impl Present for One {
         let instances = or_absent(status.report.as_ref().map(|report| report.instances));
         let slots = status.slots.map(|slots| format!(" of {slots} slots")).unwrap_or_default();
         page.fact("Instances", instances + &slots);
-        page.fact("Last report", when(status.report.as_ref().map(|report| &report.time), self.now));
-        if wide {
-            page.fact("Held objects", or_absent(status.report.as_ref().map(|report| report.held_objects)));
-            page.fact("Incarnation", or_absent(status.incarnation));
-            page.fact("Session ID", status.session.as_ref().map(|session| session.id.clone()).unwrap_or_default());
-            page.fact("Boot ID", status.session.as_ref().map(|session| session.boot_id.clone()).unwrap_or_default());
-            page.fact("Registration", self.node.resource_version().unwrap_or_default());
-        }
-        page.section("Storage pools", &pools(&status));
-        page.section("Conditions", &conditions(&status.conditions, self.now));
-        page.section("Events", &self.events);
-        page.render()
+        page.fact("Last report", when(status.report.as_ref().map(|report| &report.time), self.now, wide));
     }
-}
 
-impl One {
+    /// The labels that placement sees: what the Node carries wins over what its host says of itself.
+    fn labels(&self, status: &NodeStatus) -> String {
+        let own = self.node.labels().iter().map(|(key, value)| format!("{key}={value}"));
+        let host = status.host_labels.iter().filter(|(key, _)| !self.node.labels().contains_key(*key));
+        let host = host.map(|(key, value)| format!("{key}={value} (of the host)"));
+        own.chain(host).collect::<Vec<_>>().join("\n")
+    }
+
     /// A token that was issued and that no host has used.
     fn pending_grant(&self, status: &NodeStatus) -> Option<String> {
         let grant = self.node.spec.enrollment.as_ref()?;
@@ -303,17 +327,29 @@ impl One {
         Some(if grant.expires_at.0 > self.now {
             format!("a token was issued and works until {until}")
         } else {
-            format!("a token was issued and has expired at {until}")
+            format!("a token was issued and has expired at {until}; issue another: {}", issue(&self.node.name_any()))
         })
     }
 
-    fn session(&self, status: &NodeStatus) -> String {
+    fn session(&self, status: &NodeStatus, wide: bool) -> String {
         match &status.session {
-            Some(session) if session.alive => format!("alive since {}", when(Some(&session.started_at), self.now)),
-            Some(session) => format!("ended {}", when(session.ended_at.as_ref(), self.now)),
+            Some(session) if session.alive && wide => {
+                format!("alive, began {}", when(Some(&session.started_at), self.now, wide))
+            }
+            Some(session) if session.alive => format!("alive for {}", age(Some(&session.started_at), self.now)),
+            Some(session) => format!("ended {}", when(session.ended_at.as_ref(), self.now, wide)),
             None => String::new(),
         }
     }
+}
+
+fn drain_requested(node: &Node) -> bool {
+    node.spec.drain.as_ref().is_some_and(|drain| drain.requested)
+}
+
+/// The command that prints a token for a host that is to become this node.
+fn issue(node: &str) -> String {
+    format!("{} enrollment issue {node}", crate::errors::program())
 }
 
 /// CPU and memory in one line; one sign when neither is known.
@@ -420,7 +456,11 @@ mod tests {
                 "schedulable": { "cpu": "8", "memory": "8Gi" },
                 "allocated": { "cpu": "1500m", "memory": "320Mi" },
                 "report": { "time": "1970-01-01T00:00:00Z", "instances": 2, "heldObjects": 3 },
-                "isolation": { "incarnation": 1 },
+                "isolation": { "incarnation": 1 }, "hostLabels": { "zone": "a" },
+                "conditions": [
+                    { "type": "Ready", "status": "True", "reason": "SessionLive", "message": "it lives", "lastTransitionTime": "1970-01-01T00:00:00Z" },
+                    { "type": "Drained", "status": "False", "reason": "Draining", "message": "running here: 2", "lastTransitionTime": "1970-01-01T00:01:00Z" },
+                ],
             },
         });
         let pending = serde_json::json!({ "metadata": { "name": "node-2" }, "spec": {} });
@@ -441,6 +481,36 @@ node-2   -        -            -       -           -                 -          
     }
 
     #[test]
+    fn the_page_of_a_node_shows_what_is_not_as_usual() {
+        let now = Timestamp::from_second(90).unwrap();
+        let [ready, pending] = nodes().try_into().unwrap();
+        let expected = "\
+Node:          node-1
+Status:        READY
+Release:       unreleased
+Session:       alive for 90s
+Labels:        zone=a (of the host)
+Drain:         requested
+Capacity:      4 CPU, 8.0Gi memory
+Allocated:     1.5/8 CPU, 320.0Mi/8.0Gi memory
+Instances:     2
+Last report:   90s ago
+
+Conditions:
+  TYPE      STATUS   AGE   REASON     MESSAGE
+  Drained   False    30s   Draining   running here: 2
+";
+        assert_eq!(One { node: ready, events: Table::default(), now }.text(false), expected);
+        let expected = "\
+Node:      node-2
+Status:    -
+Release:   -
+Session:   -
+";
+        assert_eq!(One { node: pending, events: Table::default(), now }.text(false), expected);
+    }
+
+    #[test]
     fn the_json_of_a_node() {
         let view = serde_json::to_value(View::from(&nodes()[0])).unwrap();
         assert_eq!(view["node_id"], "node-1");
@@ -453,5 +523,6 @@ node-2   -        -            -       -           -                 -          
         assert_eq!(view["overcommit"], serde_json::json!({ "cpu": null, "memory": null }));
         assert_eq!(view["session"]["session_id"], "s");
         assert_eq!(view["report"]["held_objects"], 3);
+        assert_eq!(view["host_labels"], serde_json::json!({ "zone": "a" }));
     }
 }

@@ -10,7 +10,7 @@ use crate::{
     client::{Cluster, Listed, Paging, remark_next_page},
     errors::{On as _, Result, Subject},
     output::{
-        ConditionView, OutputArgs, Page, Present, Table, conditions, present, remark,
+        ConditionView, OutputArgs, Page, Present, Table, conditions, is_telling, present, remark,
         words::{age, binary, instant, or_absent, when},
     },
 };
@@ -138,14 +138,15 @@ impl Present for One {
         if wide {
             page.fact("UID", status.uid.clone().unwrap_or_default());
         }
-        page.fact("Created", when(self.pool.creation_timestamp().as_ref(), self.now));
+        page.fact("Created", when(self.pool.creation_timestamp().as_ref(), self.now, wide));
         let mut table = Table::new(["NODE", "AVAILABLE"]);
         for member in &status.members {
             table.row(vec![member.node.to_string(), if member.available { "yes" } else { "no" }.to_owned()]);
         }
-        page.section("Members", &table);
-        page.section("Conditions", &conditions(&status.conditions, self.now));
-        page.section("Events", &self.events);
+        page.section("Members", table);
+        let shown = status.conditions.iter().filter(|condition| wide || is_telling(condition));
+        page.section("Conditions", conditions(shown, self.now));
+        page.section("Events", self.events.clone());
         page.render()
     }
 }

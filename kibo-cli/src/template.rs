@@ -31,6 +31,7 @@ pub enum Command {
     Create(Box<Create>),
     /// Show one Template
     Get {
+        #[arg(value_name = "TEMPLATE")]
         name: String,
         #[command(flatten)]
         output: OutputArgs,
@@ -46,7 +47,7 @@ pub enum Command {
     /// Delete Templates; Workspaces that were made from them keep running, but cannot start again
     #[command(alias = "rm")]
     Delete {
-        #[arg(required = true, value_name = "NAME")]
+        #[arg(required = true, value_name = "TEMPLATE")]
         names: Vec<String>,
     },
 }
@@ -104,7 +105,10 @@ pub async fn run(cluster: &Cluster, command: Command) -> Result<()> {
             let api = cluster.cluster_wide::<Template>();
             let listed = paging.list(&api, ListParams::default(), &subject("")).await?;
             if listed.items.is_empty() {
-                remark("no Templates yet; make one: kubectl apply -f examples/template.yaml");
+                remark(&format!(
+                    "no Templates yet; make one: {} template create debian-12 --image debian-12",
+                    crate::errors::program()
+                ));
             }
             present(output.form(), &Many { listed, now: Cluster::now() })
         }
@@ -216,7 +220,7 @@ impl Present for One {
         vec![self.template.name_any()]
     }
 
-    fn text(&self, _wide: bool) -> String {
+    fn text(&self, wide: bool) -> String {
         let spec = &self.template.spec;
         let mut page = Page::default();
         page.fact("Name", self.template.name_any());
@@ -233,7 +237,7 @@ impl Present for One {
         } else {
             page.fact("Entrypoint", "");
         }
-        page.fact("Created", when(self.template.creation_timestamp().as_ref(), self.now));
+        page.fact("Created", when(self.template.creation_timestamp().as_ref(), self.now, wide));
         page.render()
     }
 }

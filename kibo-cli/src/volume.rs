@@ -17,7 +17,7 @@ use crate::{
     errors::{Error, Kind, On as _, Result, Subject},
     manifest,
     output::{
-        Form, OutputArgs, Page, Present, Table, colour, present, print, remark,
+        ConditionView, Form, OutputArgs, Page, Present, Table, conditions, is_telling, present, print, remark,
         words::{age, enum_word, instant, or_absent, when},
     },
     wait::{Look, Wait},
@@ -29,6 +29,7 @@ pub enum Command {
     Create(Create),
     /// Show one Volume
     Get {
+        #[arg(value_name = "VOLUME")]
         name: String,
         #[command(flatten)]
         output: OutputArgs,
@@ -39,7 +40,7 @@ pub enum Command {
     /// Delete Volumes that no Workspace binds, with their data
     #[command(alias = "rm")]
     Delete {
-        #[arg(required = true, value_name = "NAME")]
+        #[arg(required = true, value_name = "VOLUME")]
         names: Vec<String>,
         #[command(flatten)]
         wait: WaitArgs,
@@ -191,7 +192,7 @@ struct View {
     epoch: Option<u64>,
     labels: std::collections::BTreeMap<String, String>,
     created_at: Option<String>,
-    conditions: Vec<crate::output::ConditionView>,
+    conditions: Vec<ConditionView>,
 }
 
 #[derive(Serialize)]
@@ -253,7 +254,7 @@ impl Present for One {
         let mut page = Page::default();
         page.fact("Name", self.volume.name_any());
         page.fact("Namespace", self.volume.namespace().unwrap_or_default());
-        page.fact("State", colour::state(&status.phase.as_ref().map(enum_word).unwrap_or_default()));
+        page.state("State", status.phase.as_ref().map(enum_word).unwrap_or_default());
         page.fact("Size", self.volume.spec.size.to_string());
         page.fact("Pool", pool(&self.volume).unwrap_or_default());
         page.fact("Workspace", status.bound_to.as_ref().map(|bound| bound.name.clone()).unwrap_or_default());
@@ -270,9 +271,10 @@ impl Present for One {
             page.fact("Epoch", or_absent(status.epoch));
             page.fact("UID", self.volume.uid().unwrap_or_default());
         }
-        page.fact("Created", when(self.volume.creation_timestamp().as_ref(), self.now));
-        page.section("Conditions", &crate::output::conditions(&status.conditions, self.now));
-        page.section("Events", &self.events);
+        page.fact("Created", when(self.volume.creation_timestamp().as_ref(), self.now, wide));
+        let shown = status.conditions.iter().filter(|condition| wide || is_telling(condition));
+        page.section("Conditions", conditions(shown, self.now));
+        page.section("Events", self.events.clone());
         page.render()
     }
 }

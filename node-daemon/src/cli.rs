@@ -20,7 +20,7 @@ use crate::{
 
 /// Runs the microVMs of one host.
 #[derive(Debug, Parser)]
-#[command(name = "kibo-node-daemon", version)]
+#[command(name = "kibo-node-daemon", version = kibo_protocol::RELEASE)]
 struct Cli {
     #[command(subcommand)]
     command: Option<Command>,

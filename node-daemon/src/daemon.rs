@@ -75,7 +75,7 @@ async fn serve(config: Arc<Config>) -> anyhow::Result<Outcome> {
     let state = NodeState::open(&dir)?;
     let id = node_id(&config, &dir)?;
     let boot_id = fs::read_to_string(BOOT_ID).with_context(|| format!("failed to read {BOOT_ID}"))?.trim().to_owned();
-    tracing::info!(node = %id, version = env!("CARGO_PKG_VERSION"), accelerator = %config.vmm.accelerator, "starting");
+    tracing::info!(node = %id, version = kibo_protocol::RELEASE, accelerator = %config.vmm.accelerator, "starting");
 
     let pools = Arc::new(Pools::open(&config.storage_pools, &id).context("failed to watch the storage pools")?);
     let spool = Arc::new(EventSpool::open(&config.spool_dir())?);

@@ -13,7 +13,7 @@ use crate::placement::Strategy;
 
 /// Reconciles Kibotos resources and speaks with the nodes.
 #[derive(Debug, Parser)]
-#[command(name = "kibo-operator", version)]
+#[command(name = "kibo-operator", version = kibo_protocol::RELEASE)]
 pub struct Cli {
     #[command(subcommand)]
     pub command: Command,

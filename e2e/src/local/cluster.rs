@@ -147,6 +147,7 @@ impl LocalCluster {
             ("kubectl", self.programs.kubectl()),
             ("kibo", self.programs.kibo()),
             ("kubectl-kibo", self.programs.kibo()),
+            ("kubectl_complete-kibo", self.programs.kibo()),
         ];
         for (name, target) in links.iter().filter(|(_, target)| target.exists()) {
             let (link, fresh) = (bin.join(name), bin.join(format!(".{name}")));

@@ -11,6 +11,7 @@ mod place;
 pub mod program;
 pub mod proxy;
 pub mod replica;
+pub mod transcript;
 mod wait;
 mod workspaces;
 

@@ -1,6 +1,7 @@
 //! One test's place in the shared cluster: its namespace, its nodes, and how it talks to them.
 
-use std::process::Stdio;
+use std::path::PathBuf;
+use std::process::{Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -25,6 +26,9 @@ use crate::local::{Component, LocalCluster, process};
 /// How long deleting everything of a test may take.
 const CLEAN_LIMIT: Duration = Duration::from_secs(60);
 
+/// No single command of a test takes longer, so one that hangs fails by its own name.
+const LIMIT: Duration = Duration::from_secs(120);
+
 /// Makes node ids unique in a cluster: a registration is never reused.
 static NODES: AtomicU32 = AtomicU32::new(1);
 
@@ -43,6 +47,16 @@ pub struct Ran {
     pub code: i32,
     pub stdout: String,
     pub stderr: String,
+}
+
+impl From<Output> for Ran {
+    fn from(output: Output) -> Self {
+        Self {
+            code: output.status.code().unwrap_or(-1),
+            stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
+            stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
+        }
+    }
 }
 
 impl Ran {
@@ -114,14 +128,25 @@ impl Place {
         change: impl FnOnce(&mut crate::local::LocalNode),
     ) -> Result<String> {
         let id = format!("e2e-{}-{}", std::process::id(), NODES.fetch_add(1, Ordering::Relaxed));
-        let mut node = self.cluster.usual_node(&id, cpu, memory, false);
+        self.node_named(&id, cpu, memory, change).await
+    }
+
+    /// The same with a name that nobody else in the cluster gives.
+    pub async fn node_named(
+        &self,
+        id: &str,
+        cpu: &str,
+        memory: &str,
+        change: impl FnOnce(&mut crate::local::LocalNode),
+    ) -> Result<String> {
+        let mut node = self.cluster.usual_node(id, cpu, memory, false);
         let (key, value) = self.selector();
         node.labels.insert(key.to_owned(), value.to_owned());
         change(&mut node);
         let component = self.cluster.add_node(node)?;
-        self.nodes.lock().unwrap_or_else(PoisonError::into_inner).push(id.clone());
+        self.nodes.lock().unwrap_or_else(PoisonError::into_inner).push(id.to_owned());
         self.cluster.start(&component).await?;
-        Ok(id)
+        Ok(id.to_owned())
     }
 
     /// An outside for guests, which is there until this test's nodes are stopped.
@@ -231,6 +256,38 @@ impl Place {
         self.run(Command::new(self.cluster.programs().kibo()), args, stdin).await
     }
 
+    /// Runs a line as somebody would type it in this test's namespace: kibo and kubectl are found, the context
+    /// of the kubeconfig has the namespace. All lines are typed in one directory, which begins empty.
+    pub async fn bash(&self, line: &str) -> Result<Ran> {
+        let layout = self.cluster.layout();
+        let here = layout.root().join(format!("{}-here", self.namespace));
+        std::fs::create_dir_all(&here)?;
+        let mut command = Command::new("bash");
+        command
+            .args(["-c", line])
+            .env("PATH", path_with(&layout.bin()))
+            .env("KUBECONFIG", self.kubeconfig()?)
+            .env("KUBECACHEDIR", layout.root().join("kube-cache"))
+            .current_dir(here)
+            .stdin(Stdio::null())
+            .kill_on_drop(true);
+        let ran = tokio::time::timeout(LIMIT, command.output()).await;
+        let output = ran.with_context(|| format!("{line}: did not end within {LIMIT:?}"))??;
+        Ok(Ran::from(output))
+    }
+
+    /// A kubeconfig whose contexts have this test's namespace.
+    fn kubeconfig(&self) -> Result<PathBuf> {
+        let layout = self.cluster.layout();
+        let mut config: serde_yaml::Value = serde_yaml::from_str(&std::fs::read_to_string(layout.kubeconfig())?)?;
+        for context in config["contexts"].as_sequence_mut().context("a kubeconfig has contexts")? {
+            context["context"]["namespace"] = self.namespace.as_str().into();
+        }
+        let path = layout.root().join(format!("{}.kubeconfig", self.namespace));
+        std::fs::write(&path, serde_yaml::to_string(&config)?)?;
+        Ok(path)
+    }
+
     /// kibo in this test's namespace, with the standard streams that the test gives it.
     pub fn kibo_command(&self, args: &[&str]) -> Command {
         self.command(Command::new(self.cluster.programs().kibo()), args)
@@ -249,8 +306,6 @@ impl Place {
     }
 
     async fn run(&self, command: Command, args: &[&str], stdin: &str) -> Result<Ran> {
-        /// No single command of a test takes longer, so one that hangs fails by its own name.
-        const LIMIT: Duration = Duration::from_secs(120);
         let mut command = self.command(command, args);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let what = format!("failed to run {:?}", command.as_std());
@@ -263,11 +318,7 @@ impl Place {
             .await
             .with_context(|| format!("{args:?} did not end within {LIMIT:?}"))??;
         feed.abort();
-        Ok(Ran {
-            code: output.status.code().unwrap_or(-1),
-            stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
-            stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
-        })
+        Ok(Ran::from(output))
     }
 
     /// The ids of this test's nodes.

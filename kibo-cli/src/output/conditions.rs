@@ -32,6 +32,23 @@ impl From<&Condition> for ConditionView {
     }
 }
 
+/// Whether a condition tells a reader something: what is as it should be goes without saying.
+pub fn is_telling(condition: &Condition) -> bool {
+    let (status, reason) = (condition.status.as_str(), condition.reason.as_str());
+    match condition.type_.as_str() {
+        // What the state says already.
+        "Available" | "Stopped" | "Bound" => false,
+        "Schedulable" => (status, reason) != ("True", "Schedulable"),
+        "Ready" | "ClockSynchronized" => status != "True",
+        "Drained" => reason != "NotRequested",
+        "MemoryTight" | "DuplicateHost" | "MarkerConflict" => status != "False",
+        "Placed" | "NodeReachable" | "GuestResponsive" | "PowerRequestConsumed" | "Created" => {
+            status != "True" && !condition.message.is_empty()
+        }
+        _ => true,
+    }
+}
+
 /// The given conditions, under their Kubernetes names, since `kubectl wait` takes those.
 pub fn conditions<'a>(conditions: impl IntoIterator<Item = &'a Condition>, now: Timestamp) -> Table {
     let mut table = Table::new(["TYPE", "STATUS", "AGE", "REASON", "MESSAGE"]);
@@ -45,4 +62,31 @@ pub fn conditions<'a>(conditions: impl IntoIterator<Item = &'a Condition>, now: 
         ]);
     }
     table
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+
+    use super::*;
+
+    #[test]
+    fn what_is_as_it_should_be_goes_without_saying() {
+        let told = |kind: &str, status: &str, reason: &str| {
+            is_telling(&Condition {
+                type_: kind.into(),
+                status: status.into(),
+                reason: reason.into(),
+                message: "m".into(),
+                observed_generation: None,
+                last_transition_time: Time(Timestamp::UNIX_EPOCH),
+            })
+        };
+        assert!(!told("Ready", "True", "SessionLive") && told("Ready", "False", "NoSession"));
+        assert!(!told("Schedulable", "True", "Schedulable") && told("Schedulable", "True", "NoDefaultPool"));
+        assert!(!told("Drained", "False", "NotRequested") && told("Drained", "False", "Draining"));
+        assert!(!told("MarkerConflict", "False", "OneMarker") && told("MarkerConflict", "True", "AnotherMarker"));
+        assert!(!told("Placed", "True", "Placed") && told("Placed", "False", "ResourceExhausted"));
+        assert!(told("SomethingNew", "True", "Because"), "what this release does not know is shown");
+    }
 }

@@ -2,7 +2,7 @@
 
 pub mod colour;
 mod conditions;
-mod page;
+pub mod page;
 mod table;
 pub mod words;
 
@@ -11,7 +11,7 @@ use std::io::{self, Write as _};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-pub use conditions::{ConditionView, conditions};
+pub use conditions::{ConditionView, conditions, is_telling};
 pub use page::Page;
 pub use table::Table;
 

@@ -85,9 +85,10 @@ pub fn age(time: Option<&Time>, now: Timestamp) -> String {
     or_absent(time.map(|time| span(now.duration_since(time.0).as_secs())))
 }
 
-/// A time with how long ago it was: `2026-11-29T19:00:00Z (5m ago)`.
-pub fn when(time: Option<&Time>, now: Timestamp) -> String {
-    or_absent(time.map(|time| format!("{} ({} ago)", instant(time), age(Some(time), now))))
+/// How long ago a time was, `5m ago`; wide, with the time itself: `5m ago (2026-11-29T19:00:00Z)`.
+pub fn when(time: Option<&Time>, now: Timestamp, wide: bool) -> String {
+    let ago = |time| format!("{} ago", age(Some(time), now));
+    or_absent(time.map(|time| if wide { format!("{} ({})", ago(time), instant(time)) } else { ago(time) }))
 }
 
 /// A time to the second, in UTC.
@@ -143,6 +144,14 @@ mod tests {
         for (bytes, text) in table {
             assert_eq!(binary(Bytes(bytes)), text);
         }
+    }
+
+    #[test]
+    fn a_time_is_said_by_its_distance() {
+        let (time, now) = (Time(Timestamp::UNIX_EPOCH), Timestamp::from_second(300).unwrap());
+        assert_eq!(when(Some(&time), now, false), "5m ago");
+        assert_eq!(when(Some(&time), now, true), "5m ago (1970-01-01T00:00:00Z)");
+        assert_eq!(when(None, now, true), ABSENT);
     }
 
     #[test]

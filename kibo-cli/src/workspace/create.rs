@@ -49,7 +49,7 @@ pub struct Create {
     #[arg(long, value_name = "POOL")]
     layer_pool: Option<PoolId>,
     /// Mount this Volume at this path
-    #[arg(long, value_name = "NAME:PATH", value_parser = mount::<String>)]
+    #[arg(long, value_name = "VOLUME:PATH", value_parser = mount::<String>)]
     volume: Option<Mount<String>>,
     /// Make a Volume of this size, named like the Workspace, and mount it at this path
     #[arg(long, value_name = "SIZE:PATH", value_parser = mount::<SizeQuantity>, conflicts_with = "volume")]

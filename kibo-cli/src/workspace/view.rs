@@ -15,7 +15,7 @@ use super::power::obstacle;
 use crate::{
     client::{Cluster, Listed},
     output::{
-        ConditionView, Page, Present, Table, colour, conditions,
+        ConditionView, Page, Present, Table, conditions, is_telling,
         words::{age, binary, cores, enum_word, instant, or_absent, when, word},
     },
 };
@@ -219,16 +219,25 @@ fn volume_name(workspace: &Workspace) -> Option<String> {
     Some(binding.claim.clone().unwrap_or_else(|| workspace.name_any()))
 }
 
-fn state(status: &WorkspaceStatus) -> String {
-    let phase = status.phase.as_ref().map(enum_word);
-    let state = match (phase, status.reason.as_deref().map(word)) {
-        (Some(phase), Some(reason)) => format!("{phase} ({reason})"),
-        (phase, _) => or_absent(phase),
-    };
-    match &status.message {
-        Some(message) => format!("{state}\n{message}"),
-        None => state,
+/// The state, since when where it lasts, and why.
+fn state(status: &WorkspaceStatus, now: Timestamp) -> String {
+    let mut text = or_absent(status.phase.as_ref().map(enum_word));
+    let lasting = status.phase.and_then(|phase| match phase {
+        WorkspacePhase::Available => Some("Available"),
+        WorkspacePhase::Stopped => Some("Stopped"),
+        _ => None,
+    });
+    let since = status.conditions.iter().find(|it| Some(it.type_.as_str()) == lasting && it.status == "True");
+    if let Some(since) = since {
+        let _ = write!(text, " for {}", age(Some(&since.last_transition_time), now));
     }
+    if let Some(reason) = &status.reason {
+        let _ = write!(text, " ({})", word(reason));
+    }
+    if let Some(message) = &status.message {
+        let _ = write!(text, "\n{message}");
+    }
+    text
 }
 
 /// What the state itself does not say.
@@ -326,22 +335,13 @@ impl One {
         page.fact("CPU", self.amount(cpu, |template| template.spec.resources.cpu.to_string()));
         page.fact("Memory", self.amount(memory, |template| template.spec.resources.memory.to_string()));
         page.fact("Writable layer", self.layer(status));
-        page.fact("Volume", self.volume());
+        page.fact_if("Volume", Some(self.volume()));
     }
 }
 
-/// Whether a condition tells a reader something: what is as it should be goes without saying, and what
-/// the state has said is not said again.
-fn matters(condition: &Condition, status: &WorkspaceStatus) -> bool {
-    match condition.type_.as_str() {
-        "Available" | "Stopped" => false,
-        "Placed" | "NodeReachable" | "GuestResponsive" | "PowerRequestConsumed" => {
-            condition.status == "False"
-                && !condition.message.is_empty()
-                && Some(&condition.message) != status.message.as_ref()
-        }
-        _ => true,
-    }
+/// Whether a condition says what the state has not said.
+fn adds(condition: &Condition, status: &WorkspaceStatus) -> bool {
+    is_telling(condition) && Some(&condition.message) != status.message.as_ref()
 }
 
 impl Present for One {
@@ -359,34 +359,38 @@ impl Present for One {
         page.fact("Name", self.workspace.name_any());
         page.fact("Namespace", self.workspace.namespace().unwrap_or_default());
         page.fact("ID", or_absent(status.id));
-        page.fact("State", colour::state(&state(&status)));
+        page.state("State", state(&status, self.now));
         page.fact_if("Waits for", waits(&status));
         page.fact("Node", or_absent(status.execution.as_ref().map(|execution| &execution.node)));
         if wide {
             page.fact("Instance", or_absent(status.execution.as_ref().map(|execution| execution.instance_id)));
         }
-        page.fact("Template", &self.workspace.spec.template);
-        self.resources(&mut page, &status);
-        let started = status.execution.as_ref().map(|execution| &execution.started_at);
-        page.fact("Created", when(self.workspace.creation_timestamp().as_ref(), self.now));
-        page.fact("Started", when(started, self.now));
         if let (None, Some(last)) = (&status.execution, &status.last_execution) {
-            let ended = when(Some(&last.ended_at), self.now);
+            let ended = when(Some(&last.ended_at), self.now, wide);
             page.fact("Last run", format!("on {}, ended {ended}: {}", last.node, word(&last.reason)));
         }
-        page.fact("Last request", self.last_request());
+        // What was asked for and done is seen at the state.
+        if wide || !self.workspace.is_power_request_consumed() {
+            page.fact("Last request", self.last_request());
+        }
+        page.fact("Template", &self.workspace.spec.template);
+        self.resources(&mut page, &status);
         let pairs = |map: &BTreeMap<String, String>| {
             map.iter().map(|(key, value)| format!("{key}={value}")).collect::<Vec<_>>().join("\n")
         };
-        page.fact_if("Node selector", Some(pairs(&self.workspace.spec.node_selector)).filter(|s| !s.is_empty()));
-        page.fact_if("Labels", Some(pairs(self.workspace.labels())).filter(|s| !s.is_empty()));
-        page.fact_if("Annotations", Some(pairs(&self.workspace.spec.annotations)).filter(|s| !s.is_empty()));
+        page.fact_if("Node selector", Some(pairs(&self.workspace.spec.node_selector)));
+        page.fact_if("Labels", Some(pairs(self.workspace.labels())));
+        page.fact_if("Annotations", Some(pairs(&self.workspace.spec.annotations)));
+        page.fact("Created", when(self.workspace.creation_timestamp().as_ref(), self.now, wide));
+        if let Some(execution) = &status.execution {
+            page.fact("Started", when(Some(&execution.started_at), self.now, wide));
+        }
         if wide {
             self.details(&mut page, &status);
         }
-        let shown = status.conditions.iter().filter(|condition| wide || matters(condition, &status));
-        page.section("Conditions", &conditions(shown, self.now));
-        page.section("Events", &self.events);
+        let shown = status.conditions.iter().filter(|condition| wide || adds(condition, &status));
+        page.section("Conditions", conditions(shown, self.now));
+        page.section("Events", self.events.clone());
         page.render()
     }
 }
@@ -540,19 +544,18 @@ team        big    FAILED      RESOURCE_EXHAUSTED   debian-12   -     -         
         events.row(["2m", "Normal", "Started", "on node-1"].map(str::to_owned).into());
         let one = One { workspace: available(), template: None, volume: None, events, now: now() };
         let expected = "\
-Name:            dev
-Namespace:       default
-ID:              ws-01kb8z4w3w0000000000000000
-State:           AVAILABLE
-Node:            node-1
-Template:        debian-12
-CPU:             what the Template says
-Memory:          what the Template says
-Writable layer:  1Gi in pool local-a
-Volume:          dev at /data, 1Gi, not made yet
-Created:         1970-01-01T00:00:00Z (2m ago)
-Started:         1970-01-01T00:00:02Z (118s ago)
-Last request:    RUNNING
+Name:             dev
+Namespace:        default
+ID:               ws-01kb8z4w3w0000000000000000
+State:            AVAILABLE for 117s
+Node:             node-1
+Template:         debian-12
+CPU:              what the Template says
+Memory:           what the Template says
+Writable layer:   1Gi in pool local-a
+Volume:           dev at /data, 1Gi, not made yet
+Created:          2m ago
+Started:          118s ago
 
 Conditions:
   TYPE            STATUS   AGE    REASON        MESSAGE
@@ -569,8 +572,9 @@ Events:
     fn a_failed_workspace_says_why() {
         let one = One { workspace: failed(), template: None, volume: None, events: Table::default(), now: now() };
         assert!(
-            one.text(false)
-                .contains("State:           FAILED (RESOURCE_EXHAUSTED)\n                 no node has 1Ti of memory\n"),
+            one.text(false).contains(
+                "State:            FAILED (RESOURCE_EXHAUSTED)\n                  no node has 1Ti of memory\n"
+            ),
             "{}",
             one.text(false)
         );

@@ -1,6 +1,6 @@
 //! `kibo workspace wait`.
 
-use std::str::FromStr;
+use std::{fmt, str::FromStr};
 
 use clap::Args;
 use kibo_crds::{Workspace, workspace::WorkspacePhase};
@@ -13,7 +13,7 @@ use super::{
 use crate::{
     client::Cluster,
     errors::{Error, Kind, Result, Subject},
-    output::print,
+    output::{print, words::enum_word},
     wait::{Look, Wait},
 };
 
@@ -55,10 +55,21 @@ impl FromStr for Goal {
     }
 }
 
+/// As it is typed.
+impl fmt::Display for Goal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Phase(phase) => f.write_str(&enum_word(phase).to_ascii_lowercase()),
+            Self::Deleted => f.write_str("deleted"),
+            Self::Condition { kind, status } => write!(f, "condition={kind}={status}"),
+        }
+    }
+}
+
 impl Goal {
     fn text(&self) -> String {
         match self {
-            Self::Phase(phase) => format!("to be {}", crate::output::words::enum_word(phase)),
+            Self::Phase(phase) => format!("to be {}", enum_word(phase)),
             Self::Deleted => "to be gone".to_owned(),
             Self::Condition { kind, status } => format!("to have the condition {kind}={status}"),
         }
@@ -79,7 +90,7 @@ pub async fn wait(cluster: &Cluster, args: WaitFor) -> Result<()> {
         goal: &goal,
         timeout: cluster.timeout,
         remains: "nothing was changed by waiting",
-        go_on: format!("{} --timeout 30m", subject.command("wait")),
+        go_on: format!("{} --for {} --timeout 30m", subject.command("wait"), args.goal),
     };
     wait.until(|seen| look(seen.filter(|workspace| workspace.uid() == uid), &args.goal, &subject)).await?;
     print(&format!("{subject} {}\n", goal.replacen("to be", "is", 1).replacen("to have", "has", 1)))
@@ -137,6 +148,9 @@ mod tests {
         let condition = |status: &str| Goal::Condition { kind: "Placed".into(), status: status.into() };
         assert_eq!("condition=Placed".parse(), Ok(condition("True")));
         assert_eq!("condition=Placed=false".parse(), Ok(condition("False")));
+        for text in ["available", "stopped", "failed", "deleted", "condition=Placed=False"] {
+            assert_eq!(text.parse::<Goal>().unwrap().to_string(), text, "as it was typed");
+        }
         assert!("ready".parse::<Goal>().is_err() && "condition=Placed=maybe".parse::<Goal>().is_err());
     }
 

@@ -10,4 +10,10 @@ pub mod v1 {
 }
 
 pub use quarantine::quarantine_id;
+/// Release of this build, given to it as `KIBOTOS_RELEASE` when it is compiled.
+pub const RELEASE: &str = match option_env!("KIBOTOS_RELEASE") {
+    Some(release) => release,
+    None => "unreleased",
+};
+
 pub use secret::{EnrollmentToken, NodeKey, Secret, SecretHash, TokenError};

@@ -50,7 +50,7 @@ pub async fn enroll(
     let request = v1::EnrollRequest {
         node_id: token.node_id.clone(),
         secret: token.secret.expose().to_vec(),
-        version: env!("CARGO_PKG_VERSION").into(),
+        version: kibo_protocol::RELEASE.into(),
     };
     let mut client = v1::node_control_client::NodeControlClient::new(channel);
     let answer = tokio::time::timeout(TIMEOUT, client.enroll(request)).await;

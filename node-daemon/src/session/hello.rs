@@ -58,7 +58,7 @@ pub fn hello(facts: &Facts<'_>) -> v1::Hello {
         node_key: facts.credentials.key.expose().to_vec(),
         incarnation: incarnation.map(|incarnation| incarnation.0),
         boot_id: facts.boot_id.to_owned(),
-        version: env!("CARGO_PKG_VERSION").into(),
+        version: kibo_protocol::RELEASE.into(),
         capacity: Some(v1::Capacity {
             cpu_milli: Some(facts.resources.cpu.0),
             memory_bytes: Some(facts.resources.memory.0),

@@ -1,5 +1,7 @@
 //! What is true of a Node, computed from everything that the leader knows. Pure.
 
+use std::collections::BTreeMap;
+
 use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::SignedDuration};
 use kibo_crds::{
     ConditionType, Node, condition,
@@ -22,6 +24,8 @@ pub struct Live {
     pub session: NodeSession,
     pub capacity: Capacity,
     pub pools: Vec<DeclaredPool>,
+    /// What the host says of itself, without what the Node carries.
+    pub host_labels: BTreeMap<String, String>,
     pub settings: Settings,
     pub settings_confirmed: bool,
     pub report: Option<Reported>,
@@ -127,6 +131,7 @@ fn amounts(status: &mut NodeStatus, observed: &Observed<'_>) {
     let usage = observed.usage;
     status.allocated = Some(Amounts::new(Some(usage.cpu), Some(usage.memory)));
     let Some(live) = &observed.live else { return };
+    status.host_labels.clone_from(&live.host_labels);
     let capacity = live.capacity;
     status.capacity = Some(Amounts::new(capacity.cpu, capacity.memory));
     status.schedulable = Some(Amounts::new(

@@ -46,6 +46,7 @@ fn live(drain: bool, report: Option<Reported>) -> Live {
             capacity: None,
             free: Some(kibo_crds::Bytes(100)),
         }],
+        host_labels: [("zone".to_owned(), "a".to_owned())].into(),
         settings: settings(drain),
         settings_confirmed: true,
         report,

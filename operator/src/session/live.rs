@@ -381,6 +381,7 @@ impl Session {
                 ended_at: None,
             },
             capacity: self.capacity,
+            host_labels: self.host_labels.clone(),
             pools: state.pools.clone(),
             settings: state.settings.settings,
             settings_confirmed: state.settings.confirmed,

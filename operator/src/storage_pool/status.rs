@@ -2,7 +2,7 @@
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kibo_crds::{
-    ConditionType, Node, NodeId, StoragePool, condition,
+    Bytes, ConditionType, Node, NodeId, StoragePool, condition,
     node::{Admission, NodePool},
     set_condition,
     storage_pool::{PoolMember, StoragePoolStatus},
@@ -57,8 +57,8 @@ pub fn compute(
         .collect();
     // All members see one file system; when their readings differ by their age, the smaller one counts.
     if !reached.is_empty() {
-        status.capacity = reached.iter().filter_map(|member| member.pool.capacity).max().map(|bytes| bytes.to_string());
-        status.free = reached.iter().filter_map(|member| member.pool.free).min().map(|bytes| bytes.to_string());
+        status.capacity = reached.iter().filter_map(|member| member.pool.capacity).max().map(for_people);
+        status.free = reached.iter().filter_map(|member| member.pool.free).min().map(for_people);
     }
     status.allocated = Some(usage.allocated);
     status.objects = Some(usage.objects);
@@ -67,6 +67,21 @@ pub fn compute(
     }
     status
 }
+
+/// Whole GiB, or MiB of what is small, rounded down: `kubectl get` shows it as it stands.
+fn for_people(bytes: Bytes) -> String {
+    const MEBI: u64 = 1 << 20;
+    const GIBI: u64 = 1 << 30;
+    let unit = match bytes.0 {
+        ..MEBI => 1,
+        MEBI..TEN_GIBI => MEBI,
+        _ => GIBI,
+    };
+    Bytes(bytes.0 / unit * unit).to_string()
+}
+
+/// From here on MiB say nothing any more.
+const TEN_GIBI: u64 = 10 << 30;
 
 fn ready(members: usize, reached: usize) -> (bool, &'static str, String) {
     if members == 0 {
@@ -103,9 +118,23 @@ pub fn is_more_than_readings(old: Option<&StoragePoolStatus>, new: &StoragePoolS
 #[cfg(test)]
 mod tests {
     use k8s_openapi::jiff::Timestamp;
-    use kibo_crds::{Bytes, storage_pool::StoragePoolSpec};
+    use kibo_crds::storage_pool::StoragePoolSpec;
 
     use super::*;
+
+    #[test]
+    fn sizes_are_rounded_down_to_what_people_read() {
+        let table = [
+            (100, "100"),
+            (1 << 20, "1Mi"),
+            ((5 << 30) + 7, "5Gi"),
+            ((5 << 30) - 7, "5119Mi"),
+            (33_980_817_408, "31Gi"),
+        ];
+        for (bytes, text) in table {
+            assert_eq!(for_people(Bytes(bytes)), text);
+        }
+    }
 
     fn declared(uid: &str, available: bool, free: u64) -> NodePool {
         NodePool {

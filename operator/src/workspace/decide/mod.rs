@@ -155,6 +155,10 @@ fn lose(draft: &mut Draft<'_>, void: Void, is_deleting: bool) {
 fn blocked(mut draft: Draft<'_>, request: &PowerRequest, wait: Wait, action: Action) -> Decision {
     match request.when_unplaceable() {
         WhenUnplaceable::Wait => {
+            let told = draft.workspace.status.as_ref().and_then(|status| status.reason.as_deref());
+            if told != Some(wait.reason) {
+                draft.notices.push(Notice::warning(wait.reason, &wait.message));
+            }
             draft.wait_for(wait);
             draft.then(action)
         }

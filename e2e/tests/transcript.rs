@@ -1,0 +1,51 @@
+//! The session that `docs/cli.md` shows is typed again, on a real cluster with a real guest, and gives the same.
+//! With `KIBOTOS_UPDATE=1` it is written anew; then run the unit tests of kibo with it, which write `docs/cli.md`.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::{Context as _, Result, bail};
+use kibo_e2e::suite::transcript::{Entry, Normalizer, ended, parse, render, script};
+use kibo_e2e::suite::{Place, Suite};
+
+fn main() -> ExitCode {
+    Suite::with_everything().test("the_session_in_the_documentation_is_what_happens", session).run()
+}
+
+async fn session(place: Arc<Place>) -> Result<()> {
+    let path = place.cluster().programs().repository.join("kibo-cli/src/transcript.txt");
+    let text = std::fs::read_to_string(&path).with_context(|| format!("failed to read {}", path.display()))?;
+    // Names as a reader would give them: the cluster is this test's own.
+    let change = |node: &mut kibo_e2e::local::LocalNode| node.labels = [("zone".to_owned(), "a".to_owned())].into();
+    place.node_named("node-1", "2", "1Gi", change).await?;
+    let mut normalizer = Normalizer::default().replacing(place.namespace(), "default");
+    let (mut again, mut differences) = (Vec::new(), Vec::new());
+    for entry in parse(&text) {
+        again.push(match entry {
+            Entry::Text(text) => Entry::Text(text),
+            Entry::Silent(command) => {
+                place.bash(&command).await?.ok().with_context(|| format!("% {command}"))?;
+                Entry::Silent(command)
+            }
+            Entry::Shown { command, output: recorded } => {
+                let ran = place.bash(&script(&command)).await?;
+                let mut output = ended(&normalizer.normalized(&ran.stdout));
+                if ran.code != 0 {
+                    output += &format!("[exit status {}]\n", ran.code);
+                }
+                if output != recorded {
+                    differences.push(format!("$ {command}\n---- recorded\n{recorded}---- now\n{output}"));
+                }
+                Entry::Shown { command, output }
+            }
+        });
+    }
+    if std::env::var_os("KIBOTOS_UPDATE").is_some() {
+        return Ok(std::fs::write(&path, render(&again))?);
+    }
+    if !differences.is_empty() {
+        let path = path.display();
+        bail!("{path} has drifted: run with KIBOTOS_UPDATE=1, or mend what has changed\n{}", differences.join("\n"));
+    }
+    Ok(())
+}
