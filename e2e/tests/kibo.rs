@@ -183,7 +183,7 @@ async fn completions(place: Arc<Place>) -> Result<()> {
     offers("kibo workspace get ''", &["dev", "web"]).await?;
     offers("kibo ws delete dev ''", &["web"]).await?;
     offers(&format!("kibo workspace stop -n {namespace} d"), &["dev"]).await?;
-    offers("kibo workspace stop -n kube-system ''", &[""]).await?;
+    offers("kibo workspace stop -n kube-system d", &[""]).await?;
     offers(&format!("kibo workspace get {}", &id[..20]), &[&id]).await?;
     offers(&format!("kibo workspace create x -t {}", &template[..5]), &[&template]).await?;
     offers("kibo workspace create x --volume da", &["data:"]).await?;

@@ -13,9 +13,8 @@ const INTRODUCTION: &str = include_str!("reference.md");
 /// The session that the page shows.
 const TRANSCRIPT: &str = include_str!("transcript.txt");
 
-/// Commands that are not in the session: the output of the first is a script for a shell, the others need a node
-/// that serves them.
-const WITHOUT_TRANSCRIPT: &[&str] = &["kibo completions", "kibo workspace shell", "kibo workspace cp"];
+/// Commands that are not in the session: their output is a script for a shell.
+const WITHOUT_TRANSCRIPT: &[&str] = &["kibo completions"];
 
 /// What the session has under a heading, as a block; empty when there is nothing.
 fn transcript(heading: &str) -> String {

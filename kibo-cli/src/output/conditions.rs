@@ -41,7 +41,7 @@ pub fn is_telling(condition: &Condition) -> bool {
         "Schedulable" => (status, reason) != ("True", "Schedulable"),
         "Ready" | "ClockSynchronized" => status != "True",
         "Drained" => reason != "NotRequested",
-        "MemoryTight" | "DuplicateHost" | "MarkerConflict" => status != "False",
+        "MemoryTight" | "DuplicateHost" | "MarkerConflict" | "Quarantined" => status != "False",
         "Placed" | "NodeReachable" | "GuestResponsive" | "PowerRequestConsumed" | "Created" => {
             status != "True" && !condition.message.is_empty()
         }
