@@ -2,10 +2,11 @@
 //!
 //! Command line, disks and the configure message come from the daemon's own code, so that they cannot drift apart. What
 //! is left out is what a start costs beyond it: the API server, the operator, the session, holder records, events,
-//! cgroup, namespaces and another user.
+//! tap and rules of the network, cgroup, namespaces and another user.
 
 use std::{
     fs::{self, File},
+    net::Ipv4Addr,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
 };
@@ -20,6 +21,7 @@ use kibo_node_daemon::{
     config::Config,
     instance,
     launch::Launch,
+    network::{GuestNetwork, Mac},
     pool::{self, TakenObject},
     vmm::{AGENT_SOCKET, Qemu, SocketDir, Vmm},
 };
@@ -38,6 +40,8 @@ pub struct Bare {
     vmm: Vmm,
     images: PathBuf,
     directory: PathBuf,
+    /// The node gives its guests a network.
+    has_network: bool,
 }
 
 /// When a boot reached what.
@@ -77,7 +81,8 @@ impl Bare {
         let node: NodeId = "bare".parse()?;
         let directory = site.directory("bare");
         let vmm = Vmm::open(config.vmm, node, directory.clone(), PathBuf::new())?;
-        Ok(Self { vmm, images: config.images.dir, directory })
+        let has_network = config.network.is_some();
+        Ok(Self { vmm, images: config.images.dir, directory, has_network })
     }
 
     /// Boots a guest until it says that it is configured; `change` may add to QEMU's arguments.
@@ -90,6 +95,10 @@ impl Bare {
         let sockets = SocketDir::open(&directory)?;
         let machine = instance::machine(&self.images, &launch, disks(&directory, &launch)?);
         let mut qemu = self.vmm.qemu(machine.map_err(|ending| anyhow!(ending.message))?, &sockets)?;
+        let network = self.has_network.then(|| network(instance));
+        if let Some(network) = &network {
+            add_card(&mut qemu, network);
+        }
         change(&mut qemu, &sockets)?;
         let qemu = spawn(qemu, &directory)?;
         let mut stream = sockets.connect(AGENT_SOCKET).await?;
@@ -100,7 +109,7 @@ impl Bare {
         let HostEvent::Connected(_) = next(&mut connection, &mut stream).await? else { bail!("it said no hello") };
         let agent = Timestamp::now();
         let configure =
-            instance::configuration(&self.images, &launch, None).map_err(|ending| anyhow!(ending.message))?;
+            instance::configuration(&self.images, &launch, network).map_err(|ending| anyhow!(ending.message))?;
         let entropy = rand::random::<[u8; ENTROPY_LEN]>().to_vec();
         connection.send(kibo_guest_protocol::v1::Configure {
             time_unix_nanos: clock::unix_nanos(),
@@ -162,6 +171,25 @@ fn spawn(qemu: Qemu, directory: &Path) -> Result<Child> {
     command.args(&qemu.arguments).env_clear().stdin(Stdio::null()).stdout(Stdio::null()).stderr(output);
     command.fd_mappings(qemu.files)?;
     command.spawn().with_context(|| format!("failed to start {}", qemu.program.display()))
+}
+
+/// What the guest is told of its network, so that it has the same to do as one of the node's.
+fn network(instance: InstanceId) -> GuestNetwork {
+    GuestNetwork {
+        mac: Mac::of(instance),
+        address: Ipv4Addr::new(10, 0, 2, 15),
+        prefix_length: 24,
+        gateway: Some(Ipv4Addr::new(10, 0, 2, 2)),
+        dns_servers: Vec::new(),
+        mtu: 1500,
+    }
+}
+
+/// The same network card, with nothing at the other end of its cable: tap and rules are what a start costs beyond.
+fn add_card(qemu: &mut Qemu, network: &GuestNetwork) {
+    let card = format!("virtio-net-device,netdev=net,mac={}", network.mac);
+    let arguments = ["-netdev", "hubport,id=net,hubid=0", "-device", &card];
+    qemu.arguments.extend(arguments.map(Into::into));
 }
 
 /// As the operator sends it for a Workspace of the Template.
