@@ -240,7 +240,9 @@ async fn files_and_ports(place: &Place) -> Result<()> {
         args.extend(["--as", user]);
         Program::start(place.kibo_command(&args))
     };
-    for (user, says) in [("editor", "refused"), ("viewer", "cannot get resource \"workspaces/portforward\"")] {
+    for (user, says) in
+        [("editor", "nothing listens on port 9"), ("viewer", "cannot get resource \"workspaces/portforward\"")]
+    {
         let program = forward(user)?;
         program.says("-> 9").await?;
         let line = String::from_utf8(program.stdout())?;

@@ -301,7 +301,7 @@ async fn broken_copies(place: Arc<Place>) -> Result<()> {
         let mut parts = entries.filter(|entry| entry.file_name().to_string_lossy().ends_with(".part"));
         Ok(parts.next().and_then(|entry| entry.metadata().ok()).map(|part| part.len()))
     };
-    eventually("some of it is here", SOON, || async { Ok(part()?.filter(|length| *length > 32 << 20)) }).await?;
+    eventually("some of it is here", SOON, || async { Ok(part()?.filter(|length| *length > 6 << 20)) }).await?;
     let memory = program.memory_bytes()?;
     ensure!(memory < 64 << 20, "kibo holds {memory} bytes");
     program.signal(Signal::TERM)?;
@@ -386,8 +386,7 @@ async fn ports(place: Arc<Place>) -> Result<()> {
     let mut nobody = TcpStream::connect(("127.0.0.1", refused)).await?;
     let read = timeout(SOON, nobody.read(&mut [0; 8])).await?;
     ensure!(!matches!(read, Ok(1..)), "{read:?}");
-    forward.remarks("connection to port 9: ").await?;
-    ensure!(forward.stderr().contains("refused"), "{}", forward.stderr());
+    forward.remarks("nothing listens on port 9").await?;
 
     // The daemon goes: the connection ends and says so; the next one works when the daemon is back.
     let mut lasting = connect().await?;
