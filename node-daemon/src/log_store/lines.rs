@@ -60,6 +60,10 @@ impl Lines {
         if self.instance.replace(instance).is_some_and(|before| before != instance) {
             self.end_lines(&mut data);
         }
+        // With times in it, text of the one output in the middle of a line of the other could not be told apart.
+        if self.timestamps && self.outputs[usize::from(!record.is_stderr)].is_begun {
+            self.end_lines(&mut data);
+        }
         let line = &mut self.outputs[usize::from(record.is_stderr)];
         for piece in record.data.split_inclusive(|byte| *byte == b'\n') {
             if !std::mem::replace(&mut line.is_begun, true) {
@@ -128,8 +132,14 @@ mod tests {
         assert_eq!(text(since(3), &records), "new\n");
         assert_eq!(text(since(4), &records), "");
         let timed = Wanted { timestamps: true, ..since(2) };
-        let expected = "1970-01-01T00:00:02.000000000Z error\n1970-01-01T00:00:03.000000000Z new\n";
+        let expected = "1970-01-01T00:00:02.000000000Z error\n1970-01-01T00:00:03.000000000Z ended\n\
+                        1970-01-01T00:00:03.000000000Z new\n";
         assert_eq!(text(timed, &records), expected);
+        let timed = Wanted { timestamps: true, ..since(0) };
+        let expected = "1970-01-01T00:00:01.000000000Z old\n1970-01-01T00:00:01.000000000Z begun \n\
+                        1970-01-01T00:00:02.000000000Z error\n1970-01-01T00:00:03.000000000Z ended\n\
+                        1970-01-01T00:00:03.000000000Z new\n";
+        assert_eq!(text(timed, &records), expected, "a time is never in the middle of a line");
         assert_eq!(text(Wanted { limit: Some(6), ..since(2) }, &records), "error\n");
         assert_eq!(text(Wanted { limit: Some(8), ..since(2) }, &records), "error\nne");
     }

@@ -134,13 +134,16 @@ struct End {
     offset: u64,
     current: Option<Current>,
     next_number: u64,
+    /// Of the last piece, of whichever Instance. Times do not go back, whatever a guest's clock does: who reads on
+    /// from a time misses nothing.
+    unix_nanos: u64,
 }
 
 impl End {
     fn find(directory: &Path, instance: InstanceId) -> io::Result<Self> {
         let segments = Segment::list(directory)?;
         let next_number = segments.last().map_or(0, |segment| segment.number + 1);
-        let mut end = Self { next_number, ..Self::default() };
+        let mut end = Self { next_number, unix_nanos: last_time(directory, &segments)?, ..Self::default() };
         for segment in segments.iter().rev().filter(|segment| segment.instance == instance) {
             let path = segment.path(directory);
             let (records, size) = read_from(&path, 0)?;
@@ -156,6 +159,17 @@ impl End {
         }
         Ok(end)
     }
+}
+
+/// When the last piece that is stored was printed.
+fn last_time(directory: &Path, segments: &[Segment]) -> io::Result<u64> {
+    for segment in segments.iter().rev() {
+        let (records, _) = read_unless_gone(&segment.path(directory), 0)?;
+        if let Some(last) = records.last() {
+            return Ok(last.unix_nanos);
+        }
+    }
+    Ok(0)
 }
 
 /// Writes the log of one Instance.
@@ -184,11 +198,11 @@ impl LogSink for LogWriter {
         let known = usize::try_from(self.end.offset.saturating_sub(data.offset)).unwrap_or(0);
         let record = Record {
             offset: data.offset + known as u64,
-            unix_nanos: data.time_unix_nanos,
+            unix_nanos: data.time_unix_nanos.max(self.end.unix_nanos),
             is_stderr: data.output() == v1::Output::Stderr,
             data: data.data[known..].to_vec(),
         };
-        self.end.offset = end;
+        (self.end.offset, self.end.unix_nanos) = (end, record.unix_nanos);
         match self.append(&record) {
             Ok(()) => self.failing = false,
             Err(error) => {

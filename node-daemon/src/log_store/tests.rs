@@ -128,3 +128,23 @@ async fn a_workspace_without_a_log_has_an_empty_one() {
     assert_eq!(fixture.text(Some(3)).await, "");
     fixture.store.remove(&fixture.workspace).unwrap();
 }
+
+#[tokio::test]
+async fn times_do_not_go_back_with_the_clock_of_a_guest() {
+    let fixture = fixture(LogBounds::default());
+    let at =
+        |offset, seconds: u64, text| v1::LogData { time_unix_nanos: seconds * 1_000_000_000, ..piece(offset, text) };
+    let instance = InstanceId::generate();
+    let mut writer = fixture.writer(instance);
+    writer.store(&at(0, 5, "a\n"));
+    writer.store(&at(2, 3, "b\n"));
+    drop(writer);
+    fixture.writer(instance).store(&at(4, 4, "c\n"));
+    let mut next = fixture.writer(InstanceId::generate());
+    next.store(&at(0, 2, "d\n"));
+    next.store(&at(2, 6, "e\n"));
+    let since = Wanted { since_unix_nanos: Some(5_000_000_000), timestamps: true, ..Wanted::default() };
+    let line = |seconds: u64, text: &str| format!("1970-01-01T00:00:0{seconds}.000000000Z {text}\n");
+    let expected = [line(5, "a"), line(5, "b"), line(5, "c"), line(5, "d"), line(6, "e")].concat();
+    assert_eq!(fixture.read(since).await, expected);
+}
