@@ -137,7 +137,8 @@ fn end(draft: &mut Draft<'_>, evidence: &Evidence) -> Fate {
     let Some(execution) = draft.status.execution.as_ref().filter(|execution| execution.node == evidence.node) else {
         return Fate::None;
     };
-    if evidence.ended.contains(&execution.instance_id) {
+    // Of a life that is over they would come too late: it is void with the session.
+    if evidence.ended.contains(&execution.instance_id) && execution.incarnation == evidence.incarnation {
         return Fate::None;
     }
     draft.end_execution(ENDED);

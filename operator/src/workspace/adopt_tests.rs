@@ -244,6 +244,10 @@ fn an_end_that_is_on_its_way_is_told_by_its_event() {
     evidence.ended.insert(instance(1));
     let (fate, outcome) = super::workspace(&workspace, None, &evidence, false, at());
     assert_eq!((fate, shown(&workspace, &outcome).0.is_some()), (Fate::None, true));
+    // All of it was destroyed, and the node begins a new life: what the old one says of itself is not waited for.
+    evidence.incarnation = Incarnation(4);
+    let (fate, outcome) = super::workspace(&workspace, None, &evidence, false, at());
+    assert_eq!((fate, shown(&workspace, &outcome).1), (Fate::Ended, WorkspacePhase::Stopped));
 }
 
 #[test]
