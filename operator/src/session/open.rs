@@ -87,6 +87,8 @@ pub async fn open(leading: &Leading, hello: &Hello, inventory: Option<&v1::Inven
     let ctx = &leading.nodes.ctx;
     let lock = ctx.registry.opening(&hello.node);
     let _one_at_a_time = lock.lock().await;
+    // Of all attempts together: what one has ended, the next finds ended.
+    let mut ended = 0;
     for _ in 0..ATTEMPTS {
         let (node, revision) = read_node(&leading.nodes.api(), &hello.node).await.map_err(|error| {
             Refusal::new(SessionRefusal::NotLeader, format!("the API server does not answer, try again: {error}"))
@@ -115,7 +117,11 @@ pub async fn open(leading: &Leading, hello: &Hello, inventory: Option<&v1::Inven
         };
         let Some(node) = node else { continue };
         let adoption = match (adopts, inventory) {
-            (Some(_), Some(inventory)) => Some(adopt(leading, hello, &node, incarnation, inventory).await?),
+            (Some(_), Some(inventory)) => {
+                let adoption = adopt(leading, hello, &node, incarnation, inventory).await?;
+                ended += adoption.ended;
+                Some(AdoptionResult { ended, ..adoption })
+            }
             _ => None,
         };
         if let Some(old) = existing {
