@@ -1,6 +1,7 @@
 //! The session that `docs/cli.md` shows is typed again, on a real cluster with a real guest, and gives the same.
 //! With `KIBOTOS_UPDATE=1` it is written anew; then run the unit tests of kibo with it, which write `docs/cli.md`.
 
+use std::fmt::Write as _;
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -31,7 +32,7 @@ async fn session(place: Arc<Place>) -> Result<()> {
                 let ran = place.bash(&script(&command)).await?;
                 let mut output = ended(&normalizer.normalized(&ran.stdout));
                 if ran.code != 0 {
-                    output += &format!("[exit status {}]\n", ran.code);
+                    let _ = writeln!(output, "[exit status {}]", ran.code);
                 }
                 if output != recorded {
                     differences.push(format!("$ {command}\n---- recorded\n{recorded}---- now\n{output}"));

@@ -1,5 +1,7 @@
 //! `kibo node adopt`: after the control plane was put back to an older state, what becomes of a node that is ahead of it.
 
+use std::fmt::Write as _;
+
 use clap::Args;
 use kibo_crds::{
     Node,
@@ -112,9 +114,10 @@ fn text(subject: &Subject, done: &AdoptionResult) -> String {
         }
     };
     if done.unknown_count > 0 && done.unknown == UnknownInstances::Keep {
-        text += &format!(
+        let _ = writeln!(
+            text,
             "{} Instances belong to Workspaces that this control plane does not know, and run on: {}\n\
-             destroy them: {} --destroy-unknown\n",
+             destroy them: {} --destroy-unknown",
             done.unknown_count,
             done.unknown_instances.join(", "),
             subject.command("adopt")
@@ -127,7 +130,7 @@ fn text(subject: &Subject, done: &AdoptionResult) -> String {
 mod tests {
     use super::*;
 
-    fn node(status: serde_json::Value) -> Node {
+    fn node(status: &serde_json::Value) -> Node {
         serde_json::from_value(serde_json::json!({
             "metadata": { "name": "n" },
             "spec": { "adoption": { "quarantine": "q-1", "action": "Adopt", "unknown": "Keep" } },
@@ -151,7 +154,7 @@ mod tests {
     fn an_adoption_names_the_accident_that_the_node_is_in() {
         let subject = subject("n");
         let named = |status: serde_json::Value, destroy, unknown| {
-            adoption(&node(status), destroy, unknown, &subject).map(|it| it.quarantine).map_err(|it| it.kind)
+            adoption(&node(&status), destroy, unknown, &subject).map(|it| it.quarantine).map_err(|it| it.kind)
         };
         assert_eq!(named(serde_json::json!({ "quarantine": quarantine() }), false, false), Ok("q-2".to_owned()));
         let after = serde_json::json!({ "adoption": adopted() });
@@ -163,13 +166,13 @@ mod tests {
     #[test]
     fn it_is_done_when_the_session_is_open() {
         let subject = subject("n");
-        let wanted = node(serde_json::json!({})).spec.adoption.unwrap();
+        let wanted = node(&serde_json::json!({})).spec.adoption.unwrap();
         let session = serde_json::json!({
             "id": "s", "alive": true, "incarnation": 1, "bootId": "b", "version": "v", "startedAt": "1970-01-01T00:00:00Z",
         });
-        let waiting = node(serde_json::json!({ "quarantine": quarantine() }));
+        let waiting = node(&serde_json::json!({ "quarantine": quarantine() }));
         assert_eq!(look(Some(&waiting), &wanted, &subject).unwrap(), Look::Waiting("m".into()));
-        let done = node(serde_json::json!({ "session": session, "adoption": adopted() }));
+        let done = node(&serde_json::json!({ "session": session, "adoption": adopted() }));
         let Look::Done(done) = look(Some(&done), &wanted, &subject).unwrap() else { panic!("not done") };
         let text = text(&subject, &done);
         assert!(text.contains("2 executions taken back, 1 had ended") && text.contains("inst-1 (ns/w)"), "{text}");

@@ -11,6 +11,7 @@ mod words;
 use std::{
     env,
     ffi::{OsStr, OsString},
+    fmt::Write as _,
     io::Write as _,
     path::Path,
     sync::Arc,
@@ -92,7 +93,7 @@ fn answer_kubectl(args: &[OsString]) {
     for candidate in &found {
         let help = candidate.get_help().map(ToString::to_string).unwrap_or_default();
         let help = help.lines().next().filter(|help| !help.is_empty()).map(|help| format!("\t{help}"));
-        text += &format!("{}{}\n", candidate.get_value().to_string_lossy(), help.unwrap_or_default());
+        let _ = writeln!(text, "{}{}", candidate.get_value().to_string_lossy(), help.unwrap_or_default());
     }
     let _ = std::io::stdout().write_all(format!("{text}:{directive}\n").as_bytes());
 }

@@ -276,7 +276,7 @@ impl Present for One {
             page.fact("Created", when(self.node.creation_timestamp().as_ref(), self.now, wide));
         }
         page.section("Storage pools", pools(&status));
-        let shown = status.conditions.iter().filter(|condition| wide || self.is_telling(condition, &status));
+        let shown = status.conditions.iter().filter(|condition| wide || Self::is_telling(condition, &status));
         page.section("Conditions", conditions(shown, self.now));
         page.section("Events", self.events.clone());
         page.render()
@@ -285,7 +285,7 @@ impl Present for One {
 
 impl One {
     /// That a node is not schedulable because it is not ready is said once.
-    fn is_telling(&self, condition: &Condition, status: &NodeStatus) -> bool {
+    fn is_telling(condition: &Condition, status: &NodeStatus) -> bool {
         let follows = condition.type_ == "Schedulable"
             && condition.status == "False"
             && status.conditions.iter().any(|it| it.type_ == "Ready" && it.status == "False");

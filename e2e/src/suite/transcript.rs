@@ -173,8 +173,8 @@ fn laid_out(rows: &[Vec<String>], indent: usize) -> String {
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0) + 3;
     let mut text = String::new();
     for row in rows {
-        let cells: String = (0..columns).map(|column| format!("{:1$}", row[column], width(column))).collect();
-        let _ = writeln!(text, "{:indent$}{}", "", cells.trim_end());
+        let cells: Vec<_> = (0..columns).map(|column| format!("{:1$}", row[column], width(column))).collect();
+        let _ = writeln!(text, "{:indent$}{}", "", cells.concat().trim_end());
     }
     text
 }

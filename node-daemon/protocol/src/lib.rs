@@ -5,7 +5,7 @@ mod secret;
 
 /// Generated from `proto/kibotos/node/v1/control.proto`.
 pub mod v1 {
-    #![allow(clippy::pedantic, reason = "generated")]
+    #![allow(clippy::pedantic, clippy::large_enum_variant, reason = "generated; a Hello comes once in a session")]
     tonic::include_proto!("kibotos.node.v1");
 }
 

@@ -127,7 +127,7 @@ impl Instances {
             }
             match self.0.dirs.of(summary.id).load().map_err(|error| error.to_string())? {
                 Some((record, launch)) => {
-                    all.push(Inventoried { launch: launch.message, state: summary.state, available: record.available })
+                    all.push(Inventoried { launch: launch.message, state: summary.state, available: record.available });
                 }
                 None if summary.state == v1::InstanceState::Starting => {
                     return Err(format!("{} is just being started", summary.id));

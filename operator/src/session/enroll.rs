@@ -172,7 +172,7 @@ mod tests {
             released_layers: None,
             failed_workspaces: None,
         };
-        for (node, session, now, expected) in [
+        let cases = vec![
             (Some(lived(None)), false, 99, Err(Refusal::NotIsolated(id.clone(), Incarnation(3)))),
             (Some(lived(Some(isolated(2)))), false, 99, Err(Refusal::NotIsolated(id.clone(), Incarnation(3)))),
             (Some(lived(Some(isolated(3)))), false, 99, Ok(())),
@@ -187,7 +187,8 @@ mod tests {
             (Some(node(Some(1), None, false)), false, 100, Err(Refusal::Expired(id.clone()))),
             (Some(node(Some(1), None, true)), false, 99, Err(Refusal::Retired(id.clone()))),
             (Some(node(Some(1), None, false)), true, 99, Err(Refusal::SessionLive(id.clone()))),
-        ] {
+        ];
+        for (node, session, now, expected) in cases {
             assert_eq!(decide(&id, node.as_ref(), hash(1), session, at(now)), expected);
         }
     }

@@ -51,7 +51,7 @@ pub fn workspace(
     volume: Option<&Volume>,
     evidence: &Evidence,
     others_reach_layer: bool,
-    now: Time,
+    now: &Time,
 ) -> (Fate, Outcome) {
     let mut draft = Draft::new(workspace, now.clone());
     let uid = workspace.metadata.uid.clone().unwrap_or_default();
@@ -71,7 +71,7 @@ pub fn workspace(
     }
     let fate = match rightful {
         Some(instance) => {
-            adopt(&mut draft, evidence, instance, &now);
+            adopt(&mut draft, evidence, instance, now);
             if let Some(volume) = volume.filter(|volume| instance.volumes.contains_key(&uid_of(volume))) {
                 draft.status.volume = Some(BoundVolume { name: volume.name_any(), uid: uid_of(volume) });
             }

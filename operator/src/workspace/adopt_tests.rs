@@ -214,7 +214,7 @@ fn what_runs_by_right_is_the_execution_and_what_does_not_run_has_ended() {
         ),
     ];
     for (what, workspace, evidence, fate, expected) in cases {
-        let (was, outcome) = super::workspace(&workspace, None, &evidence, true, at());
+        let (was, outcome) = super::workspace(&workspace, None, &evidence, true, &at());
         assert_eq!(was, fate, "{what}");
         assert_eq!(shown(&workspace, &outcome), expected, "{what}");
         // Decided again on what was written, nothing changes.
@@ -222,7 +222,7 @@ fn what_runs_by_right_is_the_execution_and_what_does_not_run_has_ended() {
         if let Some(status) = outcome.status {
             again.status = Some(*status);
         }
-        let (_, outcome) = super::workspace(&again, None, &evidence, true, at());
+        let (_, outcome) = super::workspace(&again, None, &evidence, true, &at());
         assert_eq!(outcome.status, None, "{what}: not idempotent");
     }
 }
@@ -231,7 +231,7 @@ fn what_runs_by_right_is_the_execution_and_what_does_not_run_has_ended() {
 fn a_pool_of_one_node_keeps_the_right_there() {
     let workspace = stored(WorkspacePhase::Available, Some((1, "a")), Some(("a", 1)));
     let evidence = proof(None, Some(records(3, Some(taker(2, "a", 3, false)))));
-    let (_, outcome) = super::workspace(&workspace, None, &evidence, false, at());
+    let (_, outcome) = super::workspace(&workspace, None, &evidence, false, &at());
     let status = outcome.status.unwrap();
     assert_eq!(status.holder.map(|holder| (holder.epoch, holder.idle)), Some((Epoch(3), true)));
     assert_eq!(status.previous_holder.unwrap().ended, HolderEnd::Released);
@@ -242,11 +242,11 @@ fn an_end_that_is_on_its_way_is_told_by_its_event() {
     let workspace = stored(WorkspacePhase::Available, Some((1, "a")), Some(("a", 1)));
     let mut evidence = proof(None, None);
     evidence.ended.insert(instance(1));
-    let (fate, outcome) = super::workspace(&workspace, None, &evidence, false, at());
+    let (fate, outcome) = super::workspace(&workspace, None, &evidence, false, &at());
     assert_eq!((fate, shown(&workspace, &outcome).0.is_some()), (Fate::None, true));
     // All of it was destroyed, and the node begins a new life: what the old one says of itself is not waited for.
     evidence.incarnation = Incarnation(4);
-    let (fate, outcome) = super::workspace(&workspace, None, &evidence, false, at());
+    let (fate, outcome) = super::workspace(&workspace, None, &evidence, false, &at());
     assert_eq!((fate, shown(&workspace, &outcome).1), (Fate::Ended, WorkspacePhase::Stopped));
 }
 
@@ -258,7 +258,7 @@ fn a_request_that_something_newer_overtook_is_not_repeated() {
     let newer = proof(Some(runs(3, 5, v1::InstanceState::Running)), Some(records(5, Some(taker(3, "a", 5, true)))));
     let same = proof(Some(runs(1, 1, v1::InstanceState::Running)), Some(records(1, Some(taker(1, "a", 1, true)))));
     for (evidence, is_consumed) in [(newer, true), (same, false)] {
-        let (_, outcome) = super::workspace(&workspace, None, &evidence, true, at());
+        let (_, outcome) = super::workspace(&workspace, None, &evidence, true, &at());
         let status = outcome.status.map_or_else(|| workspace.status.clone().unwrap(), |status| *status);
         let after = Workspace { status: Some(status), ..workspace.clone() };
         assert_eq!(after.is_power_request_consumed(), is_consumed);

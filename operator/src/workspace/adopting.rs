@@ -70,7 +70,7 @@ async fn adopt_workspace(world: &World, workspace: &Workspace, evidence: &Eviden
         let volume = world.volume_of(&workspace);
         let layer = workspace.status.as_ref().and_then(|status| status.writable_layer.as_ref());
         let others = layer.is_some_and(|layer| world.others_reach(&layer.pool, &evidence.node));
-        let (fate, outcome) = adopt::workspace(&workspace, volume.as_deref(), evidence, others, now());
+        let (fate, outcome) = adopt::workspace(&workspace, volume.as_deref(), evidence, others, &now());
         let Outcome { status, notices } = outcome;
         let Some(status) = status else { return Ok(fate) };
         tracing::info!(workspace = %key, node = %evidence.node, ?fate, phase = ?status.phase, "adopting");
