@@ -44,7 +44,7 @@ impl Play {
                 data: vec![7; usize::from(input.byte()) * 509],
             }),
             4 => {
-                if let Ok(stream) = self.connection.exec(v1::Process::default(), input.byte() % 2 == 0) {
+                if let Ok(stream) = self.connection.exec(v1::Process::default(), input.byte().is_multiple_of(2)) {
                     self.streams.push(stream);
                 }
                 true
