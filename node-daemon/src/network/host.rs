@@ -19,7 +19,10 @@ use rtnetlink::{
     },
 };
 
-use super::plan::{Range, TAP_PREFIX, is_a_host, overlap};
+use super::{
+    NetworkError,
+    plan::{Range, TAP_PREFIX, is_a_host, overlap},
+};
 
 const SYSCTL: &str = "/proc/sys/net";
 /// The second knows the real servers where systemd-resolved answers on loopback.
@@ -50,7 +53,16 @@ pub struct Host {
 }
 
 impl Host {
-    pub async fn look(netlink: &Handle) -> Result<Self, rtnetlink::Error> {
+    /// By a socket of its own: the kernel refuses a listing (EBUSY) while another one is under way on the same socket,
+    /// be it of somebody else or of a look that was given up.
+    pub async fn look() -> Result<Self, NetworkError> {
+        let (connection, netlink, _) = rtnetlink::new_connection().map_err(NetworkError::Socket)?;
+        // It ends with its handle.
+        tokio::spawn(connection);
+        Self::list(&netlink).await.map_err(NetworkError::Netlink)
+    }
+
+    async fn list(netlink: &Handle) -> Result<Self, rtnetlink::Error> {
         let mut names = BTreeMap::new();
         let mut host = Self::default();
         let mut links = netlink.link().get().execute();

@@ -183,7 +183,7 @@ impl Network {
             assigned.egress = egress;
             return Ok(assigned.address);
         }
-        let host = Host::look(&self.0.netlink).await.map_err(NetworkError::Netlink)?;
+        let host = Host::look().await?;
         // Also those of guests whose records could not be read: their taps are there.
         let prefix = self.0.daemon.tap_prefix();
         let taken: BTreeSet<Ipv4Addr> =
@@ -211,7 +211,7 @@ impl Network {
     pub async fn guest(&self, instance: InstanceId) -> Result<GuestNetwork, NetworkError> {
         let inner = &self.0;
         let guest = inner.state.lock().await.guests.get(&instance).copied().ok_or(NetworkError::Unknown(instance))?;
-        let host = Host::look(&inner.netlink).await.map_err(NetworkError::Netlink)?;
+        let host = Host::look().await?;
         let mtu = inner.mtu(&host);
         let range = inner.config.range;
         let (gateway, dns_servers) = match guest.egress {
@@ -241,7 +241,7 @@ impl Network {
     pub async fn close(&self) -> Result<(), NetworkError> {
         let inner = &self.0;
         let state: MutexGuard<'_, State> = inner.state.lock().await;
-        let host = Host::look(&inner.netlink).await.map_err(NetworkError::Netlink)?;
+        let host = Host::look().await?;
         // A tap without rules would be a way to this host.
         let prefix = inner.daemon.tap_prefix();
         let taps = host.links.keys().filter(|name| name.starts_with(&prefix)).count();
@@ -264,7 +264,7 @@ impl Network {
 impl Inner {
     /// Whether range and uplinks of the configuration fit the host.
     async fn check_host(&self) -> Result<(), NetworkError> {
-        let host = Host::look(&self.netlink).await.map_err(NetworkError::Netlink)?;
+        let host = Host::look().await?;
         let range = self.config.range;
         if let Some(known) = host.conflict(range, &self.daemon.tap_prefix()) {
             let what = if known.kind == Kind::Address { "the address" } else { "the route" };
@@ -324,7 +324,7 @@ impl Inner {
     /// Puts the rules of the present state in the place of those that are there, and lets the uplinks forward. The host
     /// is looked at again each time: a default route may have come or gone.
     async fn replace(&self, state: &mut State) -> Result<Host, NetworkError> {
-        let host = Host::look(&self.netlink).await.map_err(NetworkError::Netlink)?;
+        let host = Host::look().await?;
         let uplinks = self.uplinks(&host);
         let guests = state.guests.iter().map(|(instance, assigned)| Guest {
             tap: TapName::of(&self.daemon, *instance),

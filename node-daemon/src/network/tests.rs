@@ -4,6 +4,7 @@ use kibo_crds::InstanceId;
 use proptest::prelude::*;
 
 use super::{
+    host::Host,
     plan::{DaemonId, Mac, Range, TapName, closed, overlap},
     rules::{Guest, Rules, Table, remove},
 };
@@ -228,4 +229,10 @@ fn a_table_says_whose_it_is_and_which_range_is_taken() {
     for foreign in ["filter", "kube-proxy", "kibotos_", "kibotos_abcde_10.77.0.0", "kibotos_abcde_10.77.0.0_40"] {
         assert_eq!(Table::parse(foreign), None, "{foreign}");
     }
+}
+
+#[tokio::test]
+async fn many_look_at_the_host_at_once() {
+    let looks = futures::future::try_join_all((0..64).map(|_| Host::look())).await.unwrap();
+    assert!(looks.iter().all(|host| host.links.contains_key("lo")));
 }
