@@ -93,6 +93,7 @@ static AGO: LazyLock<Regex> = LazyLock::new(|| pattern(r"\b(\d+[smhdy])+ ago\b")
 static LASTING: LazyLock<Regex> = LazyLock::new(|| pattern(r"\b([A-Z]+|alive) for (\d+[smhdy])+"));
 static TOKEN: LazyLock<Regex> = LazyLock::new(|| pattern(r"\bkibo-enroll-v1\.[\w.-]+"));
 static PORT: LazyLock<Regex> = LazyLock::new(|| pattern(r"\b127\.0\.0\.1:\d+"));
+static ADDRESS: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Address: +)[\d.]+$"));
 static CAPACITY: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Capacity: +)[\d.]+[KMGTP]i$"));
 static FREE: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Free: +)[\d.]+[KMGTP]i$"));
 static HEADER: LazyLock<Regex> = LazyLock::new(|| pattern(r"^ *[A-Z][A-Z_/]*( {3,}[A-Z][A-Z_/]*)+$"));
@@ -117,6 +118,7 @@ impl Normalizer {
         let text = LASTING.replace_all(&text, "$1 for 5s");
         let text = TOKEN.replace_all(&text, "kibo-enroll-v1.bm9kZS0y.c2VjcmV0.Y2EtaGFzaA");
         let text = PORT.replace_all(&text, "127.0.0.1:8080");
+        let text = ADDRESS.replace_all(&text, "${1}10.77.12.9");
         let text = CAPACITY.replace_all(&text, "${1}100.0Gi");
         let text = FREE.replace_all(&text, "${1}60.0Gi");
         tables(&text)

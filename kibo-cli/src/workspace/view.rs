@@ -362,6 +362,7 @@ impl Present for One {
         page.state("State", state(&status, self.now));
         page.fact_if("Waits for", waits(&status));
         page.fact("Node", or_absent(status.execution.as_ref().map(|execution| &execution.node)));
+        page.fact_if("Address", status.execution.as_ref().and_then(|execution| execution.address.clone()));
         if wide {
             page.fact("Instance", or_absent(status.execution.as_ref().map(|execution| execution.instance_id)));
         }
