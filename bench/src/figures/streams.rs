@@ -1,6 +1,6 @@
 //! Bytes into and out of a guest, beside the bare channel.
 
-use std::{os::fd::OwnedFd, process::Stdio, time::Instant};
+use std::{net::SocketAddr, os::fd::OwnedFd, process::Stdio, time::Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use command_fds::FdMapping;
@@ -8,8 +8,9 @@ use kibo_guest_protocol::{HostEvent, ProcessEnd, v1::Process};
 use kibo_node_daemon::vmm::{Qemu, SocketDir};
 use serde_json::json;
 use tokio::{
-    io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _},
-    net::UnixStream,
+    io::{AsyncBufReadExt as _, AsyncRead, AsyncReadExt as _, AsyncWriteExt as _, BufReader},
+    net::{TcpStream, UnixStream},
+    process::{Child, Command},
 };
 
 use crate::{
@@ -34,7 +35,8 @@ const EXPLAINED: &str = "\
 Random bytes (64 MiB) between this host and a file in a guest, beside the same bytes through a second virtio-serial port of a \
 bare guest, written and read by `dd`: what the channel can do when nothing frames, checks or forwards anything. Both guests \
 have one emulated vCPU, so that all that the agent does for a byte is slow. Out of the guest it is timed from the first byte \
-to the last; into the guest from the start to the end of the command, less what the same command takes without data.";
+to the last; into the guest from the start to the end of the command, less what the same command takes without data. The aim \
+is for cp and port-forward; behind port-forward a small Perl program in the guest reads or writes the bytes.";
 
 /// What a way into or out of a guest did, in MiB/s.
 struct Way {
@@ -43,15 +45,25 @@ struct Way {
     into: Vec<f64>,
 }
 
+impl Way {
+    const fn new(name: &'static str) -> Self {
+        Self { name, out: Vec::new(), into: Vec::new() }
+    }
+}
+
 pub async fn measure(site: &Site) -> Result<Vec<Section>> {
-    let mut raw = Way { name: "bare virtio-serial port", out: Vec::new(), into: Vec::new() };
-    let mut exec = Way { name: "kibo workspace exec", out: Vec::new(), into: Vec::new() };
+    let mut raw = Way::new("bare virtio-serial port");
+    let mut exec = Way::new("kibo workspace exec");
+    let mut cp = Way::new("kibo workspace cp");
+    let mut forward = Way::new("kibo workspace port-forward");
     let watch = site.watch().await?;
     let volume = json!({ "volume": { "new": { "size": "1Gi" }, "mountPath": "/data" } });
     site.apply(&[workspace(WORKSPACE, volume)]).await?;
     watch.available(&[WORKSPACE.to_owned()]).await?;
     let kibo = Kibo { site };
     kibo.exec(&["sh", "-c", &make_file()], None).await?;
+    let files = Files::make(site)?;
+    let servers = Servers::start(&kibo).await?;
     let mut port = Port::open(site).await?;
     for _ in 0..ROUNDS {
         raw.out.push(port.read_rate().await?);
@@ -61,8 +73,15 @@ pub async fn measure(site: &Site) -> Result<Vec<Section>> {
         let empty = kibo.exec(&command, Some(0)).await?;
         let full = kibo.exec(&command, Some(MIB)).await?;
         exec.into.push(mib_per_second(MIB << 20, full.whole - empty.whole));
+        cp.out.push(kibo.run(&["cp", &format!("{WORKSPACE}:{FILE}"), "-"], None).await?.rate()?);
+        let into = format!("{WORKSPACE}:/data/copy");
+        let empty = kibo.run(&["cp", &files.empty, &into], None).await?;
+        let full = kibo.run(&["cp", &files.full, &into], None).await?;
+        cp.into.push(mib_per_second(MIB << 20, full.whole - empty.whole));
+        forward.out.push(servers.read_rate().await?);
+        forward.into.push(servers.write_rate().await?);
     }
-    Ok(vec![section(&raw, &[exec])])
+    Ok(vec![section(&raw, &[exec, cp, forward])])
 }
 
 fn make_file() -> String {
@@ -101,8 +120,9 @@ struct Ran {
 }
 
 impl Ran {
+    /// An archive has a little more than the file in it.
     fn rate(&self) -> Result<f64> {
-        ensure!(self.printed == MIB << 20, "{} bytes came instead of {MIB} MiB", self.printed);
+        ensure!(self.printed >= MIB << 20, "{} bytes came instead of {MIB} MiB", self.printed);
         Ok(mib_per_second(self.printed, self.printing))
     }
 }
@@ -115,9 +135,21 @@ struct Kibo<'a> {
 impl Kibo<'_> {
     /// Runs a command in the Workspace, with so many MiB on its standard input.
     async fn exec(&self, command: &[&str], stdin: Option<usize>) -> Result<Ran> {
+        let interactive: &[&str] = if stdin.is_some() { &["-i"] } else { &[] };
+        self.run(&[&["exec"], interactive, &[WORKSPACE, "--"], command].concat(), stdin).await
+    }
+
+    /// A verb of `kibo workspace`.
+    fn verb(&self, arguments: &[&str]) -> Command {
         let mut kibo = self.site.command(&self.site.cluster().programs().kibo());
-        kibo.args(["-n", crate::site::NAME, "workspace", "exec"]).args(stdin.map(|_| "-i")).arg(WORKSPACE);
-        kibo.arg("--").args(command).stdout(Stdio::piped()).stderr(Stdio::piped());
+        kibo.args(["-n", crate::site::NAME, "workspace"]).args(arguments);
+        kibo
+    }
+
+    /// Runs a verb to its end, with so many MiB on its standard input.
+    async fn run(&self, arguments: &[&str], stdin: Option<usize>) -> Result<Ran> {
+        let mut kibo = self.verb(arguments);
+        kibo.stdout(Stdio::piped()).stderr(Stdio::piped());
         let begun = Instant::now();
         let mut child = kibo.stdin(Stdio::piped()).spawn().context("failed to run kibo")?;
         let (mut input, mut output) = (child.stdin.take().context("piped")?, child.stdout.take().context("piped")?);
@@ -131,11 +163,112 @@ impl Kibo<'_> {
         };
         let (fed, printed) = tokio::join!(feed, count(&mut output, usize::MAX));
         let ended = child.wait_with_output().await?;
-        ensure!(ended.status.success(), "kibo {command:?}: {}", String::from_utf8_lossy(&ended.stderr).trim());
+        ensure!(ended.status.success(), "kibo {arguments:?}: {}", String::from_utf8_lossy(&ended.stderr).trim());
         fed?;
         let (printed, printing) = printed?;
         Ok(Ran { printed, printing, whole: begun.elapsed().as_secs_f64() })
     }
+}
+
+/// What is copied into the guest.
+struct Files {
+    full: String,
+    empty: String,
+}
+
+impl Files {
+    fn make(site: &Site) -> Result<Self> {
+        let make = |name: &str, content: &[u8]| {
+            let path = site.directory(name);
+            std::fs::write(&path, content).with_context(|| format!("failed to write {}", path.display()))?;
+            path.into_os_string().into_string().ok().context("the temporary directory has a name that is no text")
+        };
+        Ok(Self { full: make("full", &random(MIB << 20))?, empty: make("empty", &[])? })
+    }
+}
+
+/// Two servers in the guest, one that sends the file and one that takes what comes, and the ways to their ports.
+/// They end when this is dropped.
+struct Servers {
+    sends: SocketAddr,
+    takes: SocketAddr,
+    _running: Vec<Child>,
+}
+
+const SERVER: &str = r#"
+use IO::Socket::INET;
+my ($port, $file) = @ARGV;
+my $server = IO::Socket::INET->new(Listen => 8, LocalAddr => "127.0.0.1", LocalPort => $port, ReuseAddr => 1) or die $!;
+$| = 1;
+print "listens\n";
+while (my $client = $server->accept) {
+    my $data;
+    if ($file) {
+        open my $from, "<:raw", $file or die $!;
+        while (my $length = sysread $from, $data, 65536) {
+            for (my $done = 0; $done < $length;) { $done += syswrite $client, $data, $length - $done, $done or die $! }
+        }
+    } else {
+        1 while sysread $client, $data, 65536;
+        syswrite $client, "done";
+    }
+    close $client;
+}
+"#;
+
+impl Servers {
+    async fn start(kibo: &Kibo<'_>) -> Result<Self> {
+        let mut running = Vec::new();
+        let mut addresses = Vec::new();
+        for (port, file) in [("7001", Some(FILE)), ("7002", None)] {
+            let mut server = kibo.verb(&["exec", WORKSPACE, "--", "perl", "-e", SERVER, port]);
+            server.args(file);
+            running.push(first_line(server).await?.0);
+            let forward = kibo.verb(&["port-forward", WORKSPACE, &format!(":{port}"), "--address", "127.0.0.1"]);
+            let (child, line) = first_line(forward).await?;
+            running.push(child);
+            let address = line.split_whitespace().nth(2).and_then(|address| address.parse().ok());
+            addresses.push(address.with_context(|| format!("port-forward said {line:?}"))?);
+        }
+        Ok(Self { sends: addresses[0], takes: addresses[1], _running: running })
+    }
+
+    async fn read_rate(&self) -> Result<f64> {
+        let mut stream = TcpStream::connect(self.sends).await?;
+        let (bytes, seconds) = count(&mut stream, usize::MAX).await?;
+        ensure!(bytes == MIB << 20, "{bytes} bytes came instead of {MIB} MiB");
+        Ok(mib_per_second(bytes, seconds))
+    }
+
+    async fn write_rate(&self) -> Result<f64> {
+        let empty = self.write(0).await?;
+        let full = self.write(MIB).await?;
+        Ok(mib_per_second(MIB << 20, full - empty))
+    }
+
+    /// Seconds from connecting to the server's word that it has all.
+    async fn write(&self, mib: usize) -> Result<f64> {
+        let data = random(CHUNK);
+        let begun = Instant::now();
+        let mut stream = TcpStream::connect(self.takes).await?;
+        for _ in 0..(mib << 20) / CHUNK {
+            stream.write_all(&data).await?;
+        }
+        stream.shutdown().await?;
+        let mut said = Vec::new();
+        stream.read_to_end(&mut said).await?;
+        ensure!(said == b"done", "the server in the guest said {:?}", String::from_utf8_lossy(&said));
+        Ok(begun.elapsed().as_secs_f64())
+    }
+}
+
+/// Starts a command that goes on, and waits for its first line.
+async fn first_line(mut command: Command) -> Result<(Child, String)> {
+    let mut child = command.stdout(Stdio::piped()).spawn().context("failed to run kibo")?;
+    let mut line = String::new();
+    BufReader::new(child.stdout.as_mut().context("piped")?).read_line(&mut line).await?;
+    ensure!(!line.is_empty(), "kibo ended before it said anything");
+    Ok((child, line))
 }
 
 fn random(len: usize) -> Vec<u8> {
