@@ -348,13 +348,16 @@ impl Stream {
     /// Nobody wants it any more.
     fn hang_up(&mut self, now: Instant) {
         self.hung_up = true;
+        // Before its pipes go: a writer would hear of them first, and its shell go on to the next command.
+        // A terminal's hangup reaches its leader and the foreground; the group may have more than that.
+        if let Kind::Command { process, .. } = &self.kind {
+            process.signal(Signal::HUP);
+        }
         self.inlet = None;
         self.outlets.clear();
         match &mut self.kind {
             Kind::Command { process, terminal } => {
                 *terminal = None;
-                // A terminal's hangup reaches its leader and the foreground; the group may have more than that.
-                process.signal(Signal::HUP);
                 // A stopped process hears nothing.
                 process.signal(Signal::CONT);
                 process.kill_after(HANGUP_PATIENCE, now);
