@@ -13,7 +13,7 @@ use kibo_crds::workspace::WorkspacePhase;
 use kibo_e2e::local::Component;
 use kibo_e2e::local::process::virtual_machines;
 use kibo_e2e::suite::{Place, START, Suite, eventually, execution};
-use kube::api::DeleteParams;
+use kube::api::{DeleteParams, Patch, PatchParams};
 use serde_json::{Value, json};
 use tokio::process::{Child, Command};
 
@@ -23,6 +23,7 @@ fn main() -> ExitCode {
     Suite::with_everything()
         .test("a_second_daemon_of_a_node_is_refused_and_boots_nothing", second_daemon)
         .test("a_guest_that_floods_its_host_is_contained", flood)
+        .test("a_lost_state_directory_makes_no_second_writer", lost_state)
         .alone("a_namespace_goes_with_ten_workspaces_in_it", namespace)
         .run()
 }
@@ -113,6 +114,49 @@ async fn second_daemon(place: Arc<Place>) -> Result<()> {
     let records = dir.join("pool/objects").join(workspace.metadata.uid.context("no uid")?);
     let released = fs::read_dir(records)?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     ensure!(!released.into_iter().any(|name| name.ends_with(".released")), "the disk was let go of");
+    Ok(())
+}
+
+/// Without its state a daemon knows neither its key nor how to talk to the guests that run. It ends them, which it finds
+/// by the list of processes, and comes back as an empty host once somebody has confirmed that the old one writes no more.
+async fn lost_state(place: Arc<Place>) -> Result<()> {
+    let node = place.node("1", "512Mi").await?;
+    let (dir, component) = (place.cluster().layout().node(&node), Component::Node(node.clone()));
+    place.create_workspace("w", json!({})).await?;
+    let workspace = place.available("w").await?;
+    let (vm, (_, instance)) = (place.vm(&workspace)?, execution(&workspace)?);
+    place.sh("w", "echo kept > /root/note; sync").await?;
+
+    place.cluster().kill(&component).await?;
+    fs::remove_dir_all(dir.join("state"))?;
+    place.cluster().spawn(&component).await?;
+    says(
+        &place.cluster().log(&component),
+        &format!("killing a VM of this node that has no directory name=\"{instance}\""),
+    )
+    .await?;
+    eventually("the guest is ended", SOON, async || Ok((!vm.is_alive()).then_some(()))).await?;
+    // It is not let in, with whatever token: nobody has said that the life before this one is over.
+    says(&place.cluster().log(&component), "has lived, and another host may still run what it held").await?;
+
+    place.cluster().kill(&component).await?;
+    let silent = |it: &kibo_crds::Node| {
+        it.status.as_ref().and_then(|status| status.session.as_ref()).is_none_or(|session| !session.alive)
+    };
+    place.watched(place.all::<kibo_crds::Node>(), &node, "has no session", 30, silent).await?;
+    let isolation = json!({ "spec": { "isolation": { "incarnation": 1, "confirmHostCannotWrite": true } } });
+    let nodes = place.all::<kibo_crds::Node>();
+    nodes.patch(&node, &PatchParams::default(), &Patch::Merge(isolation)).await?;
+    place.phase("w", WorkspacePhase::Failed, 30).await?;
+    fs::write(dir.join("enroll.token"), place.kibo(&["enrollment", "issue", &node]).await?.ok()?)?;
+    place.cluster().start(&component).await?;
+
+    place.power("w", json!({ "state": "Running", "requestId": "again" })).await?;
+    let again = place.available("w").await?;
+    ensure!(execution(&again)?.1 != instance, "the same Instance");
+    ensure!(place.sh("w", "cat /root/note").await? == "kept", "the disk is another one");
+    let running: Vec<String> = virtual_machines(&node).into_iter().map(|vm| vm.instance).collect();
+    ensure!(running == [execution(&again)?.1], "these run: {running:?}");
     Ok(())
 }
 
