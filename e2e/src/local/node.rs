@@ -256,18 +256,9 @@ impl LocalCluster {
             return Ok(());
         }
         super::cluster::make_private(&pool.path)?;
-        let failed = |message: String| ClusterError::Pool { id: pool.id.clone(), path: pool.path.clone(), message };
-        let output = tokio::process::Command::new(self.programs().node_daemon())
-            .args(["pool", "init", "--id", &pool.id, "--path"])
-            .arg(&pool.path)
-            .stdin(Stdio::null())
-            .output()
-            .await
-            .map_err(|error| failed(error.to_string()))?;
-        if output.status.success() {
-            return Ok(());
-        }
-        Err(failed(String::from_utf8_lossy(&output.stderr).trim().to_owned()))
+        let mut init = self.daemon_command(&["pool", "init", "--id", &pool.id, "--path"]);
+        let done = succeeds(init.arg(&pool.path)).await;
+        done.map_err(|message| ClusterError::Pool { id: pool.id.clone(), path: pool.path.clone(), message })
     }
 
     /// Takes what a killed daemon left of its guests' network off the host. Its virtual machines must be gone.
@@ -275,18 +266,16 @@ impl LocalCluster {
         if networks_of(std::slice::from_ref(node)).is_empty() {
             return Ok(());
         }
-        let failed = |message: String| ClusterError::Network { node: node.id.clone(), message };
-        let output = tokio::process::Command::new(self.programs().node_daemon())
-            .args(["network", "remove", "--config"])
-            .arg(self.layout().node(&node.id).join("config.toml"))
-            .stdin(Stdio::null())
-            .output()
-            .await
-            .map_err(|error| failed(error.to_string()))?;
-        if output.status.success() {
-            return Ok(());
-        }
-        Err(failed(String::from_utf8_lossy(&output.stderr).trim().to_owned()))
+        let mut remove = self.daemon_command(&["network", "remove", "--config"]);
+        let done = succeeds(remove.arg(self.layout().node(&node.id).join("config.toml"))).await;
+        done.map_err(|message| ClusterError::Network { node: node.id.clone(), message })
+    }
+
+    /// A command of the daemon's program that ends by itself.
+    fn daemon_command(&self, arguments: &[&str]) -> tokio::process::Command {
+        let mut command = tokio::process::Command::new(self.programs().node_daemon());
+        command.args(arguments).stdin(Stdio::null());
+        command
     }
 
     /// Grants this host the node: the Node object gets the hash of a new secret, the host the token.
@@ -348,4 +337,10 @@ async fn operator_ca(admin: &Client) -> Result<String, ClusterError> {
     let maps: Api<ConfigMap> = Api::namespaced(admin.clone(), NAMESPACE);
     let map = maps.get("kibotos-ca").await.map_err(kube_failed("read the operator's CA".to_owned()))?;
     Ok(map.data.and_then(|mut data| data.remove("ca.crt")).unwrap_or_default())
+}
+
+/// Runs a command to its end; what it complained of, when it failed.
+async fn succeeds(command: &mut tokio::process::Command) -> Result<(), String> {
+    let output = command.output().await.map_err(|error| error.to_string())?;
+    if output.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&output.stderr).trim().to_owned()) }
 }
