@@ -10,6 +10,7 @@
 #![allow(clippy::duplicated_attributes, reason = "the columns of a kind repeat the name of their type")]
 
 mod amounts;
+mod command;
 mod condition;
 mod counters;
 mod ids;
@@ -28,6 +29,7 @@ pub mod workspace;
 pub mod yaml;
 
 pub use amounts::{AmountError, Bytes, CpuQuantity, MemoryQuantity, MilliCpu, SizeQuantity};
+pub use command::{CommandRecord, CommandResult};
 pub use condition::{ConditionType, condition, set_condition};
 pub use counters::{Epoch, Incarnation, SequenceNumber, Term};
 pub use ids::{IdError, InstanceId, WorkspaceId};

@@ -456,7 +456,7 @@ mod tests {
                 "schedulable": { "cpu": "8", "memory": "8Gi" },
                 "allocated": { "cpu": "1500m", "memory": "320Mi" },
                 "report": { "time": "1970-01-01T00:00:00Z", "instances": 2, "heldObjects": 3 },
-                "isolation": { "incarnation": 1 }, "hostLabels": { "zone": "a" },
+                "isolation": { "incarnation": 1, "state": "Finished" }, "hostLabels": { "zone": "a" },
                 "conditions": [
                     { "type": "Ready", "status": "True", "reason": "SessionLive", "message": "it lives", "lastTransitionTime": "1970-01-01T00:00:00Z" },
                     { "type": "Drained", "status": "False", "reason": "Draining", "message": "running here: 2", "lastTransitionTime": "1970-01-01T00:01:00Z" },

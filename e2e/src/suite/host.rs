@@ -73,6 +73,7 @@ impl Host {
             node_id: id.to_owned(),
             secret: secret.expose().to_vec(),
             version: "unreleased".to_owned(),
+            service_account_token: String::new(),
         };
         let enrolled = client.enroll(request).await?.into_inner();
         let key = NodeKey::from_bytes(&enrolled.node_key)?;

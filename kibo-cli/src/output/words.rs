@@ -99,9 +99,10 @@ pub fn instant(time: &Time) -> String {
 #[cfg(test)]
 mod tests {
     use kibo_crds::{
+        CommandResult,
         node::{Admission, HolderEnd, NodePhase},
         volume::VolumePhase,
-        workspace::{CommandResult, PowerState, StopMode, WhenUnplaceable, WorkspacePhase},
+        workspace::{PowerState, StopMode, WhenUnplaceable, WorkspacePhase},
     };
 
     use super::*;

@@ -2,11 +2,8 @@
 
 use clap::ValueEnum;
 use kibo_crds::{
-    CommandId, Workspace,
-    workspace::{
-        CommandRecord, CommandResult, PowerRequest, PowerState, StopMode, WhenUnplaceable, WorkspacePhase,
-        WorkspaceStatus,
-    },
+    CommandId, CommandRecord, CommandResult, Workspace,
+    workspace::{PowerRequest, PowerState, StopMode, WhenUnplaceable, WorkspacePhase, WorkspaceStatus},
 };
 use kube::{
     Api, ResourceExt as _,

@@ -51,6 +51,7 @@ pub async fn enroll(
         node_id: token.node_id.clone(),
         secret: token.secret.expose().to_vec(),
         version: kibo_protocol::RELEASE.into(),
+        service_account_token: String::new(),
     };
     let mut client = v1::node_control_client::NodeControlClient::new(channel);
     let answer = tokio::time::timeout(TIMEOUT, client.enroll(request)).await;

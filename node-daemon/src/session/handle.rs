@@ -172,7 +172,9 @@ impl<I: InstanceControl> Handler<I> {
                 }
             }
             // Of a newer operator: it knows from the version that this node cannot do it.
-            None => tracing::debug!("a message of an unknown kind is ignored"),
+            Some(Message::ClockProbe(_) | Message::LookAtFence(_)) | None => {
+                tracing::debug!("a message of an unknown kind is ignored")
+            }
         }
         Ok(())
     }

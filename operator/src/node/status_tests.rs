@@ -78,12 +78,20 @@ fn the_phase_follows_from_the_strongest_fact() {
     let nothing: Change = |_| {};
     let retired: Change = |node| node.spec.retirement = Some(Retirement::default());
     let isolated: Change = |node| {
-        node.spec.isolation =
-            Some(Isolation { incarnation: Incarnation(3), confirm_host_cannot_write: true, request_id: None });
+        node.spec.isolation = Some(Isolation {
+            incarnation: Incarnation(3),
+            confirm_host_cannot_write: true,
+            force_despite_evidence: false,
+            request_id: None,
+        });
     };
     let isolated_before: Change = |node| {
-        node.spec.isolation =
-            Some(Isolation { incarnation: Incarnation(2), confirm_host_cannot_write: true, request_id: None });
+        node.spec.isolation = Some(Isolation {
+            incarnation: Incarnation(2),
+            confirm_host_cannot_write: true,
+            force_despite_evidence: false,
+            request_id: None,
+        });
     };
     let admitted = Some(Admission::Admitted);
     for (admission, change, has_session, phase, reason) in [

@@ -168,9 +168,14 @@ mod tests {
         };
         let isolated = |incarnation| kibo_crds::node::IsolationResult {
             incarnation: Incarnation(incarnation),
+            request_id: None,
+            state: kibo_crds::node::IsolationState::Finished,
+            evidence: None,
             released_volumes: None,
             released_layers: None,
             failed_workspaces: None,
+            started_at: None,
+            finished_at: None,
         };
         let cases = vec![
             (Some(lived(None)), false, 99, Err(Refusal::NotIsolated(id.clone(), Incarnation(3)))),

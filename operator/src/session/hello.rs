@@ -361,6 +361,7 @@ mod tests {
         node.spec.isolation = isolated.map(|incarnation| Isolation {
             incarnation: Incarnation(incarnation),
             confirm_host_cannot_write: true,
+            force_despite_evidence: false,
             request_id: None,
         });
         node.status = Some(NodeStatus {

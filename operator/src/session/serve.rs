@@ -215,9 +215,11 @@ async fn handle(
         from_node::Message::Hello(_) => {
             tracing::warn!(node = %session.node, "a second hello in one session is ignored");
         }
-        from_node::Message::Inventory(_) => {
-            tracing::warn!(node = %session.node, "an inventory that nobody asked for is ignored");
+        from_node::Message::Inventory(_) | from_node::Message::ClockReading(_) | from_node::Message::FenceSeen(_) => {
+            tracing::warn!(node = %session.node, "an answer that nobody asked for is ignored");
         }
+        // That it came is all that it says.
+        from_node::Message::Heartbeat(_) => {}
         from_node::Message::Accept(accept) => {
             session.answer_offer(&accept.offer_id, OfferAnswer::Accepted);
         }

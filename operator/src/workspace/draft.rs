@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kibo_crds::{
-    ConditionType, GROUP, Workspace, condition, set_condition,
+    CommandRecord, CommandResult, ConditionType, GROUP, Workspace, condition, set_condition,
     workspace::{
-        CommandRecord, CommandResult, Execution, LastExecution, PowerRequest, PowerState, PowerStatus, Revision,
-        Revisions, StopMode, WorkspacePhase, WorkspaceStatus,
+        Execution, LastExecution, PowerRequest, PowerState, PowerStatus, Revision, Revisions, StopMode, WorkspacePhase,
+        WorkspaceStatus,
     },
 };
 use serde::Serialize;

@@ -6,12 +6,13 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kibo_crds::{
-    Bytes, Epoch, Incarnation, InstanceId, NodeId, PoolId, SequenceNumber, Template, Volume, Workspace, WorkspaceId,
+    Bytes, CommandResult, Epoch, Incarnation, InstanceId, NodeId, PoolId, SequenceNumber, Template, Volume, Workspace,
+    WorkspaceId,
     node::Holder,
     volume::{BoundTo, VolumeSpec, VolumeStatus},
     workspace::{
-        CommandResult, Execution, LayerStatus, PowerRequest, PowerState, PowerStatus, StopMode, WhenUnplaceable,
-        WorkspacePhase, WorkspaceSpec, WorkspaceStatus,
+        Execution, LayerStatus, PowerRequest, PowerState, PowerStatus, StopMode, WhenUnplaceable, WorkspacePhase,
+        WorkspaceSpec, WorkspaceStatus,
     },
 };
 use kibo_protocol::v1;

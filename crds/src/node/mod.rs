@@ -1,13 +1,18 @@
 //! Node: a host that runs Workspaces. A registration is never deleted nor reused.
 
-use std::collections::BTreeMap;
+mod status;
 
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::{Bytes, CommandId, Epoch, Incarnation, MilliCpu, PoolId, Ratio, Term, condition::conditions_schema};
+use crate::{CommandId, Incarnation, Ratio};
+
+pub use status::{
+    Admission, AdoptionResult, Amounts, Holder, HolderEnd, IsolationResult, IsolationState, NodeClock, NodePhase,
+    NodePool, NodeReport, NodeSession, NodeStatus, PreviousHolder, Quarantine,
+};
 
 /// A host that runs Workspaces.
 #[derive(CustomResource, KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -45,6 +50,10 @@ use crate::{Bytes, CommandId, Epoch, Incarnation, MilliCpu, PoolId, Ratio, Term,
         .message("only a node that is drained (condition Drained) or whose current incarnation is isolated can be retired: drain it, or isolate it when its host is down")
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.retirement"),
+    validation = Rule::new("!has(oldSelf.spec.revocation) || has(self.spec.revocation) || (has(self.status) && has(self.status.admission) && self.status.admission == 'Revoked')")
+        .message("the revocation is not carried out yet: it can be replaced by a new enrollment when status.admission is Revoked")
+        .reason(Reason::FieldValueForbidden)
+        .field_path(".spec.revocation"),
     validation = Rule::new("!has(self.spec.adoption) || (has(oldSelf.spec.adoption) && self.spec.adoption == oldSelf.spec.adoption) || (has(self.status) && has(self.status.quarantine) && self.status.quarantine.id == self.spec.adoption.quarantine) || (has(self.status) && has(self.status.adoption) && self.status.adoption.quarantine == self.spec.adoption.quarantine)")
         .message("adoption.quarantine must be the id of the quarantine that the node is in (status.quarantine.id): read the node again")
         .reason(Reason::FieldValueForbidden)
@@ -73,6 +82,9 @@ pub struct NodeSpec {
     /// the node runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adoption: Option<Adoption>,
+    /// Takes the host's right to be this node away: no session, no member of any pool, until a new enrollment.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub revocation: Option<Revocation>,
     /// Ends the registration for ever.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retirement: Option<Retirement>,
@@ -83,6 +95,12 @@ pub struct NodeSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 100_000))]
     pub slots: Option<u32>,
+    /// The command that set `slots` last, for a replay of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slots_request: Option<ChangeRequest>,
+    /// The command that changed `metadata.labels` last, for a replay of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub label_request: Option<ChangeRequest>,
 }
 
 /// A single-use grant for one host to become this node.
@@ -125,6 +143,9 @@ pub struct Isolation {
     /// The operator's word that the host is off or cannot write; a wrong one corrupts disks.
     #[x_kube(validation = Rule::new("self").message("confirmHostCannotWrite must be true: isolate only a host that is off or can no longer write to its storage pools").reason(Reason::FieldValueInvalid))]
     pub confirm_host_cannot_write: bool,
+    /// Carries it out although another member of a shared pool has seen the host write lately.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub force_despite_evidence: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request_id: Option<CommandId>,
 }
@@ -170,6 +191,27 @@ pub struct Retirement {
     pub request_id: Option<CommandId>,
 }
 
+/// What takes the identity of a host back.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Revocation {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request_id: Option<CommandId>,
+}
+
+/// A command that changes a part of the object that has no room for an id of its own.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("self.requestId != oldSelf.requestId || self == oldSelf")
+    .message("requestId was already used with another content: choose a new requestId")
+    .reason(Reason::FieldValueForbidden))]
+pub struct ChangeRequest {
+    pub request_id: CommandId,
+    /// First 16 hexadecimal digits of the SHA-256 of the input.
+    #[schemars(regex(pattern = "^[0-9a-f]{16}$"), length(max = 16))]
+    pub digest: String,
+}
+
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeOvercommit {
@@ -177,253 +219,4 @@ pub struct NodeOvercommit {
     pub cpu: Option<Ratio>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<Ratio>,
-}
-
-/// What is true of the node; written by the operator alone.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
-#[serde(rename_all = "camelCase")]
-#[x_kube(
-    validation = Rule::new("!has(oldSelf.term) || (has(self.term) && self.term >= oldSelf.term)")
-        .message("status.term never falls: a newer leader has written this object")
-        .reason(Reason::FieldValueForbidden),
-    validation = Rule::new("!has(oldSelf.incarnation) || (has(self.incarnation) && self.incarnation >= oldSelf.incarnation)")
-        .message("status.incarnation never falls")
-        .reason(Reason::FieldValueForbidden),
-)]
-pub struct NodeStatus {
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 0))]
-    pub observed_generation: Option<i64>,
-    /// Leader term of the last write.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub term: Option<Term>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub phase: Option<NodePhase>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub admission: Option<Admission>,
-    /// SHA-256 of the node key in lower-case hexadecimal; kept for ever.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(length(max = 64))]
-    pub key_hash: Option<String>,
-    /// Hash of the enrollment secret that made this node; the same token does not work twice.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(length(max = 64))]
-    pub used_secret_hash: Option<String>,
-    /// The newest life of this node; absent before its first session.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub incarnation: Option<Incarnation>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub session: Option<NodeSession>,
-    /// The highest incarnation whose isolation was carried out.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub isolation: Option<IsolationResult>,
-    /// The node is ahead of this control plane, which was put back to an older state: nothing is done with it
-    /// until `spec.adoption` says what.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub quarantine: Option<Quarantine>,
-    /// What came of the last adoption.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub adoption: Option<AdoptionResult>,
-    /// Labels that the host gives itself in its configuration; those of the Node itself go before them.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    #[schemars(schema_with = "host_labels_schema")]
-    pub host_labels: BTreeMap<String, String>,
-    /// What the host gives to VMs, as it reported; what could not be measured is absent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub capacity: Option<Amounts>,
-    /// Capacity times ratio: what placement uses.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub schedulable: Option<Amounts>,
-    /// What the executions on this node hold, from the operator's records.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub allocated: Option<Amounts>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 0, max = 100_000))]
-    pub slots: Option<u32>,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 32))]
-    pub pools: Vec<NodePool>,
-    /// The node's last full report.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub report: Option<NodeReport>,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(schema_with = "conditions_schema")]
-    pub conditions: Vec<Condition>,
-}
-
-fn host_labels_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
-    schemars::json_schema!({
-        "type": "object",
-        "maxProperties": 64,
-        "additionalProperties": { "type": "string", "maxLength": 63 },
-    })
-}
-
-/// Where a node stands, in one word.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub enum NodePhase {
-    Pending,
-    Ready,
-    NotReady,
-    Unreachable,
-    Offline,
-    Draining,
-    Drained,
-    Isolated,
-    Revoked,
-    Retired,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub enum Admission {
-    Pending,
-    Admitted,
-    Revoked,
-    Retired,
-}
-
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct NodeSession {
-    #[schemars(length(max = 64))]
-    pub id: String,
-    pub alive: bool,
-    pub incarnation: Incarnation,
-    /// The kernel's random id of this boot of the host.
-    #[schemars(length(max = 64))]
-    pub boot_id: String,
-    /// Release of the node's binary; `unreleased` for a build that is none.
-    #[schemars(length(max = 64))]
-    pub version: String,
-    pub started_at: Time,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ended_at: Option<Time>,
-}
-
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct IsolationResult {
-    pub incarnation: Incarnation,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub released_volumes: Option<u32>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub released_layers: Option<u32>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub failed_workspaces: Option<u32>,
-}
-
-/// A node that is ahead of its control plane.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct Quarantine {
-    /// Names this one accident.
-    #[schemars(length(max = 32))]
-    pub id: String,
-    /// How it shows that the node has seen more than this control plane.
-    #[schemars(length(max = 1024))]
-    pub message: String,
-    /// Instances that run there.
-    pub instances: u32,
-    pub since: Time,
-}
-
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct AdoptionResult {
-    #[schemars(length(max = 32))]
-    pub quarantine: String,
-    /// The life of the node that was adopted.
-    pub incarnation: Incarnation,
-    pub action: AdoptionAction,
-    pub unknown: UnknownInstances,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub request_id: Option<CommandId>,
-    /// Workspaces whose executions are those that run on the node.
-    pub adopted: u32,
-    /// Workspaces that this control plane took for running there, and that had ended.
-    pub ended: u32,
-    /// How many Instances belong to no Workspace that this control plane knows.
-    pub unknown_count: u32,
-    /// The first of these: Instance id, namespace and name.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 32), inner(length(max = 200)))]
-    pub unknown_instances: Vec<String>,
-    pub finished_at: Time,
-}
-
-/// An amount of CPU and memory, in the form that people read; absent: not measured.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct Amounts {
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(length(max = 32))]
-    pub cpu: Option<String>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(length(max = 32))]
-    pub memory: Option<String>,
-}
-
-impl Amounts {
-    pub fn new(cpu: Option<MilliCpu>, memory: Option<Bytes>) -> Self {
-        Self { cpu: cpu.map(|cpu| cpu.to_string()), memory: memory.map(|memory| memory.to_string()) }
-    }
-}
-
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct NodePool {
-    pub id: PoolId,
-    /// The random uid in the pool's marker file.
-    #[schemars(length(max = 36))]
-    pub uid: String,
-    pub default: bool,
-    pub available: bool,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub capacity: Option<Bytes>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub free: Option<Bytes>,
-}
-
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct NodeReport {
-    pub time: Time,
-    pub instances: u32,
-    /// Volumes and retained layers whose use right the node holds.
-    pub held_objects: u32,
-}
-
-/// Who may use one object, and since which grant.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct Holder {
-    pub node: crate::NodeId,
-    pub incarnation: Incarnation,
-    pub epoch: Epoch,
-    /// The node has recorded the end of its use in the pool; the right stays with it because nobody
-    /// else is attached there. An idle holder does not stand in the way of the next grant.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub idle: bool,
-}
-
-/// Who held an object before, and how that ended: the next grant names it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct PreviousHolder {
-    pub node: crate::NodeId,
-    pub incarnation: Incarnation,
-    pub epoch: Epoch,
-    pub ended: HolderEnd,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub enum HolderEnd {
-    /// The node recorded the release in the pool.
-    Released,
-    /// The node confirmed that it never took the object.
-    Refused,
-    /// The node's incarnation was isolated.
-    Isolated,
-    /// The node came back and proved that nothing of that incarnation runs.
-    IncarnationEnded,
 }
