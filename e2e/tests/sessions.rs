@@ -67,6 +67,7 @@ async fn a_token_makes_one_node_once(place: Arc<Place>) -> Result<()> {
         node_id: id.to_owned(),
         secret: secret.expose().to_vec(),
         version: "unreleased".to_owned(),
+        service_account_token: String::new(),
     };
     let enroll = async |id: &str, secret: &Secret| {
         let mut client = dial(&place).await?;

@@ -33,6 +33,11 @@ const FIELD_MANAGER: &str = "kibo-local";
 const TOKEN_VALID: Duration = Duration::from_secs(365 * 24 * 3600);
 
 impl LocalCluster {
+    /// From its next start on the operator gets these arguments after its usual ones, instead of any before.
+    pub fn set_operator_args(&self, args: &[&str]) -> Result<(), ClusterError> {
+        self.change_record(|record| record.operator_args = args.iter().map(ToString::to_string).collect())
+    }
+
     /// Gives the operator its rights and its kubeconfig, and says how it is started.
     pub(super) async fn operator_launch(&self) -> Result<Launch, ClusterError> {
         let admin = self.client().await?;
@@ -48,7 +53,7 @@ impl LocalCluster {
         let listen = |port: u16| format!("127.0.0.1:{port}");
         let log = self.layout().root().join("operator.log");
         let hint = "build it with cargo build --bins";
-        Ok(Launch::new(self.programs().operator(), log, hint)
+        let launch = Launch::new(self.programs().operator(), log, hint)
             .env(kibo_failpoint::DIRECTORY_VARIABLE, self.layout().operator_failpoints())
             .arg("run")
             .flag("kubeconfig", self.layout().operator_kubeconfig())
@@ -62,7 +67,8 @@ impl LocalCluster {
             // Nor does another one wait to take over; so an API server that is away for long does not end it.
             .flag("lease-seconds", "60")
             // No kube-proxy here: the API server resolves the aggregated API by this name instead.
-            .flag("api-service-external-name", "localhost"))
+            .flag("api-service-external-name", "localhost");
+        Ok(self.recorded().operator_args.iter().fold(launch, |launch, arg| launch.arg(arg)))
     }
 
     /// The manifests that the Helm chart installs too.

@@ -46,6 +46,9 @@ pub struct Record {
     pub nodes: Vec<LocalNode>,
     #[serde(default)]
     pub processes: BTreeMap<Component, Started>,
+    /// More arguments for the operator than it always has.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub operator_args: Vec<String>,
 }
 
 /// Where the components listen, all on 127.0.0.1. Picked once: kubeconfigs and node configs name them.
@@ -75,7 +78,13 @@ pub struct Started {
 impl Record {
     /// A new record with freshly picked ports.
     pub fn new() -> Result<Self, RecordError> {
-        Ok(Self { boot_id: boot_id(), ports: Ports::pick()?, nodes: Vec::new(), processes: BTreeMap::new() })
+        Ok(Self {
+            boot_id: boot_id(),
+            ports: Ports::pick()?,
+            nodes: Vec::new(),
+            processes: BTreeMap::new(),
+            operator_args: Vec::new(),
+        })
     }
 
     /// The record in `path`; none when there is no such file.

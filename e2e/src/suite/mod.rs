@@ -39,6 +39,7 @@ type TestFn = Arc<dyn Fn(Arc<Place>) -> BoxFuture<Result<()>> + Send + Sync>;
 /// The tests of one file.
 pub struct Suite {
     need: Need,
+    operator_args: Vec<&'static str>,
     tests: Vec<Test>,
 }
 
@@ -52,6 +53,7 @@ struct Test {
 /// What the tests of one process share.
 struct Shared {
     need: Need,
+    operator_args: Vec<&'static str>,
     root: PathBuf,
     cluster: OnceCell<Arc<LocalCluster>>,
     turns: RwLock<()>,
@@ -66,17 +68,28 @@ enum Turn<'a> {
 impl Suite {
     /// Tests that need the API server with the custom resources only.
     pub fn with_control_plane() -> Self {
-        Self { need: Need::ControlPlane, tests: Vec::new() }
+        Self::with_need(Need::ControlPlane)
     }
 
     /// Tests that need the operator too, and play the nodes themselves.
     pub fn with_operator() -> Self {
-        Self { need: Need::Operator, tests: Vec::new() }
+        Self::with_need(Need::Operator)
     }
 
     /// Tests that need the operator and nodes too.
     pub fn with_everything() -> Self {
-        Self { need: Need::Everything, tests: Vec::new() }
+        Self::with_need(Need::Everything)
+    }
+
+    fn with_need(need: Need) -> Self {
+        Self { need, operator_args: Vec::new(), tests: Vec::new() }
+    }
+
+    /// What the operator is told beyond the usual.
+    #[must_use]
+    pub fn operator_args<const N: usize>(mut self, args: [&'static str; N]) -> Self {
+        self.operator_args.extend(args);
+        self
     }
 
     /// Adds a test; its name is a sentence in snake case, like that of any other test.
@@ -115,7 +128,13 @@ impl Suite {
         let runtime = Arc::new(Runtime::new().expect("failed to start the async runtime"));
         // Short, because sockets live below it and their paths may have 107 bytes only.
         let root = env::temp_dir().join(format!("kibo-e2e-{}", std::process::id()));
-        let shared = Arc::new(Shared { need: self.need, root, cluster: OnceCell::new(), turns: RwLock::default() });
+        let shared = Arc::new(Shared {
+            need: self.need,
+            operator_args: self.operator_args,
+            root,
+            cluster: OnceCell::new(),
+            turns: RwLock::default(),
+        });
         runtime.spawn(end_on_signal(shared.clone()));
         let trials = self.tests.into_iter().map(|test| {
             let (runtime, shared) = (runtime.clone(), shared.clone());
@@ -155,6 +174,7 @@ impl Shared {
     async fn start(&self) -> Result<Arc<LocalCluster>> {
         let programs = Programs::find(self.need)?;
         let cluster = LocalCluster::open(self.root.clone(), programs, Progress::Quiet)?;
+        cluster.set_operator_args(&self.operator_args)?;
         // Known at once, so that the end also takes down a cluster that came up half.
         let cluster = Arc::new(cluster);
         let begun = async {

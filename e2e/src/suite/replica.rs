@@ -22,7 +22,7 @@ pub struct Replica {
 }
 
 impl Replica {
-    /// Its failpoints are those of the cluster's own operator.
+    /// Its failpoints are those of the cluster's own operator, and so are the arguments that a test gave to that one.
     pub fn start(place: &Place, name: &str) -> Result<Self> {
         let ports = (0..3).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<Result<Vec<_>, _>>()?;
         let ports = ports.iter().map(|port| Ok(port.local_addr()?.port())).collect::<Result<Vec<_>>>()?;
@@ -39,6 +39,7 @@ impl Replica {
             .args(["--health-listen", &listen(ports[2]), "--session-name", "127.0.0.1,localhost"])
             .args(["--api-service-external-name", "localhost"])
             .args(["--lease-seconds", &LEASE_SECONDS.to_string()])
+            .args(place.cluster().recorded().operator_args)
             .stderr(std::fs::File::create(&log)?)
             .kill_on_drop(true)
             .spawn()?;
