@@ -3,7 +3,6 @@
 //! Each noun has a module with the same verbs. `errors` holds the exit statuses, `output` the forms
 //! of results, `wait` the waiting, `client` the connection.
 
-mod adopt;
 mod cli;
 mod client;
 mod complete;

@@ -1,0 +1,79 @@
+//! The table of nodes.
+
+use jiff::Timestamp;
+use kibo_crds::Node;
+use kube::ResourceExt;
+use serde::Serialize;
+
+use super::view::{Measured, View, shares};
+use crate::{
+    client::Listed,
+    output::{
+        Present, Table,
+        words::{ABSENT, age, binary, cores, enum_word, or_absent},
+    },
+};
+
+pub struct Many {
+    pub listed: Listed<Node>,
+    pub now: Timestamp,
+}
+
+#[derive(Serialize)]
+struct ManyView {
+    nodes: Vec<View>,
+    next_page_token: Option<String>,
+}
+
+impl Present for Many {
+    fn view(&self) -> impl Serialize {
+        ManyView {
+            nodes: self.listed.items.iter().map(View::from).collect(),
+            next_page_token: self.listed.next_page_token.clone(),
+        }
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.listed.items.iter().map(ResourceExt::name_any).collect()
+    }
+
+    fn text(&self, wide: bool) -> String {
+        let mut table = Table::new([
+            "NODE",
+            "STATUS",
+            "RELEASE",
+            "CLOCK",
+            "INSTANCES",
+            "CPU_ALLOC/SCHED",
+            "MEM_ALLOC/SCHED",
+            "MEM_TIGHT",
+            "AGE",
+        ]);
+        if wide {
+            table = table.columns(["INCARNATION", "REG_VERSION"]);
+        }
+        for node in &self.listed.items {
+            let status = node.status.clone().unwrap_or_default();
+            let schedulable = Measured::from(status.schedulable.as_ref());
+            let allocated = Measured::from(status.allocated.as_ref());
+            let mut row = vec![
+                node.name_any(),
+                status.phase.as_ref().map(enum_word).unwrap_or_default(),
+                status.session.as_ref().map(|session| session.version.clone()).unwrap_or_default(),
+                // Neither is measured yet.
+                ABSENT.to_owned(),
+                or_absent(status.report.as_ref().map(|report| report.instances)),
+                shares(allocated.cpu, schedulable.cpu, cores),
+                shares(allocated.memory, schedulable.memory, binary),
+                ABSENT.to_owned(),
+                age(node.creation_timestamp().as_ref(), self.now),
+            ];
+            if wide {
+                row.push(or_absent(status.incarnation));
+                row.push(node.resource_version().unwrap_or_default());
+            }
+            table.row(row);
+        }
+        table.render()
+    }
+}

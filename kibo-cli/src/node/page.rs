@@ -1,0 +1,146 @@
+//! The page of one node.
+
+use jiff::Timestamp;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use kibo_crds::{Node, node::NodeStatus};
+use kube::ResourceExt as _;
+use serde::Serialize;
+
+use super::{
+    issue,
+    view::{Measured, View, drain_requested, is_isolated, shares},
+};
+use crate::output::{
+    Page, Present, Table, conditions, is_telling,
+    words::{ABSENT, age, binary, cores, enum_word, instant, or_absent, when},
+};
+
+pub struct One {
+    pub node: Node,
+    pub events: Table,
+    pub now: Timestamp,
+}
+
+impl Present for One {
+    fn view(&self) -> impl Serialize {
+        View::from(&self.node)
+    }
+
+    fn names(&self) -> Vec<String> {
+        vec![self.node.name_any()]
+    }
+
+    fn text(&self, wide: bool) -> String {
+        let status = self.node.status.clone().unwrap_or_default();
+        let mut page = Page::default();
+        page.fact("Node", self.node.name_any());
+        page.state("Status", status.phase.as_ref().map(enum_word).unwrap_or_default());
+        page.fact_if("Enrollment", self.pending_grant(&status));
+        page.fact("Release", status.session.as_ref().map(|session| session.version.clone()).unwrap_or_default());
+        page.fact("Session", self.session(&status, wide));
+        page.fact_if("Labels", Some(self.labels(&status)));
+        page.fact_if("Drain", drain_requested(&self.node).then_some("requested"));
+        page.fact_if("Isolated", is_isolated(&status).then_some("yes"));
+        page.fact_if("Quarantine", status.quarantine.as_ref().map(|quarantine| quarantine.message.clone()));
+        // A host that has never been here has reported nothing.
+        if status.session.is_some() {
+            self.amounts(&mut page, &status, wide);
+        }
+        if wide {
+            page.fact("Admission", status.admission.as_ref().map(enum_word).unwrap_or_default());
+            page.fact("Held objects", or_absent(status.report.as_ref().map(|report| report.held_objects)));
+            page.fact("Incarnation", or_absent(status.incarnation));
+            page.fact("Session ID", status.session.as_ref().map(|session| session.id.clone()).unwrap_or_default());
+            page.fact("Boot ID", status.session.as_ref().map(|session| session.boot_id.clone()).unwrap_or_default());
+            page.fact("Registration", self.node.resource_version().unwrap_or_default());
+            page.fact("Created", when(self.node.creation_timestamp().as_ref(), self.now, wide));
+        }
+        page.section("Storage pools", pools(&status));
+        let shown = status.conditions.iter().filter(|condition| wide || Self::is_telling(condition, &status));
+        page.section("Conditions", conditions(shown, self.now));
+        page.section("Events", self.events.clone());
+        page.render()
+    }
+}
+
+impl One {
+    /// That a node is not schedulable because it is not ready is said once.
+    fn is_telling(condition: &Condition, status: &NodeStatus) -> bool {
+        let follows = condition.type_ == "Schedulable"
+            && condition.status == "False"
+            && status.conditions.iter().any(|it| it.type_ == "Ready" && it.status == "False");
+        is_telling(condition) && !follows
+    }
+
+    fn amounts(&self, page: &mut Page, status: &NodeStatus, wide: bool) {
+        let (capacity, schedulable, allocated) = (
+            Measured::from(status.capacity.as_ref()),
+            Measured::from(status.schedulable.as_ref()),
+            Measured::from(status.allocated.as_ref()),
+        );
+        page.fact("Capacity", both(&or_absent(capacity.cpu.map(cores)), &or_absent(capacity.memory.map(binary))));
+        page.fact(
+            "Allocated",
+            both(&shares(allocated.cpu, schedulable.cpu, cores), &shares(allocated.memory, schedulable.memory, binary)),
+        );
+        let instances = or_absent(status.report.as_ref().map(|report| report.instances));
+        let slots = status.slots.map(|slots| format!(" of {slots} slots")).unwrap_or_default();
+        page.fact("Instances", instances + &slots);
+        page.fact("Last report", when(status.report.as_ref().map(|report| &report.time), self.now, wide));
+    }
+
+    /// The labels that placement sees: what the Node carries wins over what its host says of itself.
+    fn labels(&self, status: &NodeStatus) -> String {
+        let own = self.node.labels().iter().map(|(key, value)| format!("{key}={value}"));
+        let host = status.host_labels.iter().filter(|(key, _)| !self.node.labels().contains_key(*key));
+        let host = host.map(|(key, value)| format!("{key}={value} (of the host)"));
+        own.chain(host).collect::<Vec<_>>().join("\n")
+    }
+
+    /// A token that was issued and that no host has used.
+    fn pending_grant(&self, status: &NodeStatus) -> Option<String> {
+        let grant = self.node.spec.enrollment.as_ref()?;
+        if status.used_secret_hash.as_ref() == Some(&grant.secret_hash) {
+            return None;
+        }
+        let until = instant(&grant.expires_at);
+        Some(if grant.expires_at.0 > self.now {
+            format!("a token was issued and works until {until}")
+        } else {
+            format!("a token was issued and has expired at {until}; issue another: {}", issue(&self.node.name_any()))
+        })
+    }
+
+    fn session(&self, status: &NodeStatus, wide: bool) -> String {
+        match &status.session {
+            Some(session) if session.alive && wide => {
+                format!("alive, began {}", when(Some(&session.started_at), self.now, wide))
+            }
+            Some(session) if session.alive => format!("alive for {}", age(Some(&session.started_at), self.now)),
+            Some(session) => format!("ended {}", when(session.ended_at.as_ref(), self.now, wide)),
+            None => String::new(),
+        }
+    }
+}
+
+/// CPU and memory in one line; one sign when neither is known.
+fn both(cpu: &str, memory: &str) -> String {
+    if cpu == ABSENT && memory == ABSENT { ABSENT.to_owned() } else { format!("{cpu} CPU, {memory} memory") }
+}
+
+fn pools(status: &NodeStatus) -> Table {
+    let mut table = Table::new(["POOL", "DEFAULT", "AVAILABLE", "FREE/CAPACITY"]);
+    for pool in &status.pools {
+        table.row(vec![
+            pool.id.to_string(),
+            yes_no(pool.default).to_owned(),
+            yes_no(pool.available).to_owned(),
+            shares(pool.free, pool.capacity, binary),
+        ]);
+    }
+    table
+}
+
+fn yes_no(value: bool) -> &'static str {
+    if value { "yes" } else { "no" }
+}

@@ -1,0 +1,92 @@
+use jiff::Timestamp;
+use kibo_crds::Node;
+
+use super::{list::Many, page::One, view::View};
+use crate::{
+    client::Listed,
+    output::{Present as _, Table},
+};
+
+fn nodes() -> Vec<Node> {
+    let ready = serde_json::json!({
+        "metadata": { "name": "node-1", "resourceVersion": "77", "creationTimestamp": "1970-01-01T00:00:00Z" },
+        "spec": { "drain": { "requested": true } },
+        "status": {
+            "phase": "Ready", "admission": "Admitted", "incarnation": 2,
+            "session": {
+                "id": "s", "alive": true, "incarnation": 2, "bootId": "b", "version": "unreleased",
+                "startedAt": "1970-01-01T00:00:00Z",
+            },
+            "capacity": { "cpu": "4", "memory": "8Gi" },
+            "schedulable": { "cpu": "8", "memory": "8Gi" },
+            "allocated": { "cpu": "1500m", "memory": "320Mi" },
+            "report": { "time": "1970-01-01T00:00:00Z", "instances": 2, "heldObjects": 3 },
+            "isolation": { "incarnation": 1, "state": "Finished" }, "hostLabels": { "zone": "a" },
+            "conditions": [
+                { "type": "Ready", "status": "True", "reason": "SessionLive", "message": "it lives", "lastTransitionTime": "1970-01-01T00:00:00Z" },
+                { "type": "Drained", "status": "False", "reason": "Draining", "message": "running here: 2", "lastTransitionTime": "1970-01-01T00:01:00Z" },
+            ],
+        },
+    });
+    let pending = serde_json::json!({ "metadata": { "name": "node-2" }, "spec": {} });
+    [ready, pending].map(|json| serde_json::from_value(json).unwrap()).into()
+}
+
+#[test]
+fn the_table_of_nodes() {
+    let now = Timestamp::from_second(90).unwrap();
+    let many = Many { listed: Listed { items: nodes(), next_page_token: None }, now };
+    let expected = "\
+NODE     STATUS   RELEASE      CLOCK   INSTANCES   CPU_ALLOC/SCHED   MEM_ALLOC/SCHED   MEM_TIGHT   AGE   INCARNATION   REG_VERSION
+node-1   READY    unreleased   -       2           1.5/8             320.0Mi/8.0Gi     -           90s   2             77
+node-2   -        -            -       -           -                 -                 -           -     -             -
+";
+    assert_eq!(many.text(true), expected);
+    assert!(!many.text(false).contains("REG_VERSION"));
+}
+
+#[test]
+fn the_page_of_a_node_shows_what_is_not_as_usual() {
+    let now = Timestamp::from_second(90).unwrap();
+    let [ready, pending] = nodes().try_into().unwrap();
+    let expected = "\
+Node:          node-1
+Status:        READY
+Release:       unreleased
+Session:       alive for 90s
+Labels:        zone=a (of the host)
+Drain:         requested
+Capacity:      4 CPU, 8.0Gi memory
+Allocated:     1.5/8 CPU, 320.0Mi/8.0Gi memory
+Instances:     2
+Last report:   90s ago
+
+Conditions:
+  TYPE      STATUS   AGE   REASON     MESSAGE
+  Drained   False    30s   Draining   running here: 2
+";
+    assert_eq!(One { node: ready, events: Table::default(), now }.text(false), expected);
+    let expected = "\
+Node:      node-2
+Status:    -
+Release:   -
+Session:   -
+";
+    assert_eq!(One { node: pending, events: Table::default(), now }.text(false), expected);
+}
+
+#[test]
+fn the_json_of_a_node() {
+    let view = serde_json::to_value(View::from(&nodes()[0])).unwrap();
+    assert_eq!(view["node_id"], "node-1");
+    assert_eq!(view["status"], "READY");
+    assert_eq!(view["admission"], "ADMITTED");
+    assert_eq!(view["drain_requested"], true);
+    assert_eq!(view["isolated"], false, "an isolation of an older incarnation is over");
+    assert_eq!(view["registration_version"], "77");
+    assert_eq!(view["allocated"], serde_json::json!({ "cpu_millis": 1500, "memory_bytes": 335_544_320 }));
+    assert_eq!(view["overcommit"], serde_json::json!({ "cpu": null, "memory": null }));
+    assert_eq!(view["session"]["session_id"], "s");
+    assert_eq!(view["report"]["held_objects"], 3);
+    assert_eq!(view["host_labels"], serde_json::json!({ "zone": "a" }));
+}

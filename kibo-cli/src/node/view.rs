@@ -1,0 +1,176 @@
+//! A node in JSON, and what its forms share.
+
+use std::{collections::BTreeMap, str::FromStr};
+
+use kibo_crds::{
+    Bytes, MilliCpu, Node,
+    node::{Amounts, NodeStatus},
+};
+use kube::ResourceExt as _;
+use serde::Serialize;
+
+use crate::output::{
+    ConditionView,
+    words::{ABSENT, enum_word, instant, or_absent},
+};
+
+/// A node in JSON.
+#[derive(Serialize)]
+pub struct View {
+    node_id: String,
+    status: Option<String>,
+    admission: Option<String>,
+    drain_requested: bool,
+    isolated: bool,
+    /// The node is ahead of this control plane, which was put back: the id that an adoption names.
+    quarantine_id: Option<String>,
+    labels: BTreeMap<String, String>,
+    host_labels: BTreeMap<String, String>,
+    session: Option<SessionView>,
+    report: Option<ReportView>,
+    capacity: AmountsView,
+    schedulable: AmountsView,
+    allocated: AmountsView,
+    overcommit: OvercommitView,
+    slots: Option<u32>,
+    pools: Vec<PoolView>,
+    incarnation: Option<u64>,
+    registration_version: Option<String>,
+    created_at: Option<String>,
+    conditions: Vec<ConditionView>,
+}
+
+#[derive(Serialize)]
+struct SessionView {
+    session_id: String,
+    alive: bool,
+    incarnation: u64,
+    version: String,
+    boot_id: String,
+    started_at: String,
+    ended_at: Option<String>,
+}
+
+#[derive(Serialize)]
+struct ReportView {
+    reported_at: String,
+    instances: u32,
+    held_objects: u32,
+}
+
+#[derive(Serialize)]
+struct AmountsView {
+    cpu_millis: Option<u64>,
+    memory_bytes: Option<u64>,
+}
+
+/// The ratios that are set for this node; absent: those of the default OvercommitPolicy.
+#[derive(Serialize)]
+struct OvercommitView {
+    cpu: Option<String>,
+    memory: Option<String>,
+}
+
+#[derive(Serialize)]
+struct PoolView {
+    pool_id: String,
+    default: bool,
+    available: bool,
+    capacity_bytes: Option<u64>,
+    free_bytes: Option<u64>,
+}
+
+/// The amounts of a status as numbers; what is absent or unreadable stays absent.
+#[derive(Clone, Copy, Default)]
+pub struct Measured {
+    pub cpu: Option<MilliCpu>,
+    pub memory: Option<Bytes>,
+}
+
+impl From<Option<&Amounts>> for Measured {
+    fn from(amounts: Option<&Amounts>) -> Self {
+        fn read<T: FromStr>(text: Option<&String>) -> Option<T> {
+            text.and_then(|text| text.parse().ok())
+        }
+        Self { cpu: read(amounts.and_then(|a| a.cpu.as_ref())), memory: read(amounts.and_then(|a| a.memory.as_ref())) }
+    }
+}
+
+impl From<Measured> for AmountsView {
+    fn from(measured: Measured) -> Self {
+        Self { cpu_millis: measured.cpu.map(|cpu| cpu.0), memory_bytes: measured.memory.map(|memory| memory.0) }
+    }
+}
+
+pub fn is_isolated(status: &NodeStatus) -> bool {
+    match (&status.isolation, status.incarnation) {
+        (Some(isolation), Some(current)) => isolation.incarnation >= current,
+        _ => false,
+    }
+}
+
+impl From<&Node> for View {
+    fn from(node: &Node) -> Self {
+        let status = node.status.clone().unwrap_or_default();
+        let overcommit = node.spec.overcommit.clone().unwrap_or_default();
+        Self {
+            node_id: node.name_any(),
+            isolated: is_isolated(&status),
+            quarantine_id: status.quarantine.as_ref().map(|quarantine| quarantine.id.clone()),
+            status: status.phase.as_ref().map(enum_word),
+            admission: status.admission.as_ref().map(enum_word),
+            drain_requested: drain_requested(node),
+            labels: node.labels().clone(),
+            host_labels: status.host_labels,
+            session: status.session.map(|session| SessionView {
+                session_id: session.id,
+                alive: session.alive,
+                incarnation: session.incarnation.0,
+                version: session.version,
+                boot_id: session.boot_id,
+                started_at: instant(&session.started_at),
+                ended_at: session.ended_at.as_ref().map(instant),
+            }),
+            report: status.report.map(|report| ReportView {
+                reported_at: instant(&report.time),
+                instances: report.instances,
+                held_objects: report.held_objects,
+            }),
+            capacity: Measured::from(status.capacity.as_ref()).into(),
+            schedulable: Measured::from(status.schedulable.as_ref()).into(),
+            allocated: Measured::from(status.allocated.as_ref()).into(),
+            overcommit: OvercommitView {
+                cpu: overcommit.cpu.map(|ratio| ratio.to_string()),
+                memory: overcommit.memory.map(|ratio| ratio.to_string()),
+            },
+            slots: status.slots,
+            pools: status
+                .pools
+                .iter()
+                .map(|pool| PoolView {
+                    pool_id: pool.id.to_string(),
+                    default: pool.default,
+                    available: pool.available,
+                    capacity_bytes: pool.capacity.map(|bytes| bytes.0),
+                    free_bytes: pool.free.map(|bytes| bytes.0),
+                })
+                .collect(),
+            incarnation: status.incarnation.map(|incarnation| incarnation.0),
+            registration_version: node.resource_version(),
+            created_at: node.creation_timestamp().as_ref().map(instant),
+            conditions: status.conditions.iter().map(Into::into).collect(),
+        }
+    }
+}
+
+/// `allocated/schedulable`, each absent when it is not known.
+pub fn shares<T>(allocated: Option<T>, schedulable: Option<T>, show: fn(T) -> String) -> String {
+    match (allocated.map(show), schedulable.map(show)) {
+        (None, None) => ABSENT.to_owned(),
+        (allocated, schedulable) => format!("{}/{}", or_absent(allocated), or_absent(schedulable)),
+    }
+}
+
+pub fn drain_requested(node: &Node) -> bool {
+    node.spec.drain.as_ref().is_some_and(|drain| drain.requested)
+}
