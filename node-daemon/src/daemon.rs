@@ -126,7 +126,7 @@ async fn open_network(config: &Config, id: &NodeId) -> anyhow::Result<Option<Net
     Ok(None)
 }
 
-/// Who this node is: what the configuration says, else what it was enrolled as, else what its token says.
+/// Who this node is: what the configuration says, else what it was enrolled as, else what it is to enroll with says.
 fn node_id(config: &Config, dir: &StateDir) -> anyhow::Result<NodeId> {
     let enrolled = Credentials::load(dir)?.map(|credentials| credentials.node_id);
     match (&config.node.id, enrolled) {
@@ -137,10 +137,9 @@ fn node_id(config: &Config, dir: &StateDir) -> anyhow::Result<NodeId> {
         (Some(id), _) => Ok(id.clone()),
         (None, Some(id)) => Ok(id),
         (None, None) => {
-            let token_file = config.control.token_file.as_ref().context(
-                "node.id: is required, since there is neither a key from an enrollment nor a control.token_file",
-            )?;
-            Ok(session::read_token(token_file, None)?.1)
+            let (_, id) = session::Proof::read(&config.control)
+                .context("node.id: is required as long as neither a key nor something to enroll with says it")?;
+            Ok(id)
         }
     }
 }

@@ -9,7 +9,10 @@ use std::{
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kibo_crds::Bytes;
 
-use crate::placement::Strategy;
+use crate::{
+    placement::Strategy,
+    session::{EnrollmentPolicy, HostLabel, ServiceAccount},
+};
 
 /// Reconciles Kibotos resources and speaks with the nodes.
 #[derive(Debug, Parser)]
@@ -54,6 +57,16 @@ pub struct Run {
     /// Where /healthz, /readyz and /metrics are served
     #[arg(long, value_name = "ADDRESS", default_value = "0.0.0.0:7445")]
     pub health_listen: SocketAddr,
+    /// Let hosts of this cluster enroll by the tokens of their daemons' pods, which run as this ServiceAccount; absent:
+    /// each host needs a token of its own from `kibo enrollment issue`
+    #[arg(long, value_name = "NAMESPACE/NAME")]
+    pub enroll_service_account: Option<ServiceAccount>,
+    /// Label of the cluster's nodes that may enroll in that way
+    #[arg(long, value_name = "KEY=VALUE", default_value = "kibotos.dev/host=true")]
+    pub enroll_node_label: HostLabel,
+    /// Let nodes of the cluster enroll in that way that do not carry the label
+    #[arg(long)]
+    pub allow_untagged_nodes: bool,
     /// What each VM needs beyond its guest's memory; counts in the allocation
     #[arg(long, value_name = "QUANTITY", default_value = "64Mi", value_parser = parse_bytes)]
     pub vm_overhead: Bytes,
@@ -78,6 +91,13 @@ pub struct Run {
 impl Run {
     pub fn tombstone_ttl(&self) -> Duration {
         Duration::from_secs(u64::from(self.tombstone_days) * 24 * 3600)
+    }
+
+    /// Absent: hosts enroll by issued tokens alone.
+    pub fn enrollment_policy(&self) -> Option<EnrollmentPolicy> {
+        let account = self.enroll_service_account.clone()?;
+        let (label, allow_untagged) = (self.enroll_node_label.clone(), self.allow_untagged_nodes);
+        Some(EnrollmentPolicy { account, label, allow_untagged })
     }
 
     pub fn lease_duration(&self) -> Duration {

@@ -157,7 +157,7 @@ async fn listen(
     closed: &CancellationToken,
 ) -> anyhow::Result<SessionServer> {
     let serving = authority.serving_certificate(&service_names(SERVICE, &args.namespace, &args.session_name))?;
-    let server = SessionServer::new(observed_term);
+    let server = SessionServer::new(observed_term, args.enrollment_policy());
     let serve = server.clone().listen(args.session_listen, &serving, closed.clone()).await?;
     tokio::spawn(async move {
         if let Err(error) = serve.await {

@@ -151,6 +151,8 @@ pub struct ControlConfig {
     pub ca_file: PathBuf,
     /// Absent once the node is enrolled.
     pub token_file: Option<PathBuf>,
+    /// What Kubernetes gives to the daemon's pod, for a host of the cluster that enrolls by it.
+    pub service_account_token_file: Option<PathBuf>,
 }
 
 /// Where an operator listens: `https://host:port`.
@@ -207,7 +209,7 @@ impl Config {
 
 impl fmt::Display for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let id = self.node.id.as_ref().map_or("from the enrollment token", NodeId::as_str);
+        let id = self.node.id.as_ref().map_or("as it is enrolled", NodeId::as_str);
         writeln!(f, "node:      {id}")?;
         for (key, value) in &self.node.labels {
             writeln!(f, "label:     {key}={value}")?;

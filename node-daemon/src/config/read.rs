@@ -202,5 +202,6 @@ fn control(section: &mut Section<'_>) -> Option<ControlConfig> {
     let endpoints = section.texts("endpoints");
     let ca_file = section.path("ca_file");
     let token_file = section.optional_path("token_file");
-    Some(ControlConfig { endpoints, ca_file: ca_file?, token_file })
+    let service_account_token_file = section.optional_path("service_account_token_file");
+    Some(ControlConfig { endpoints, ca_file: ca_file?, token_file, service_account_token_file })
 }

@@ -23,7 +23,7 @@ use std::{sync::Arc, time::Duration};
 use tokio_util::sync::CancellationToken;
 
 pub use control::{InstanceControl, Inventoried};
-pub use enroll::{EnrollError, read_token};
+pub use enroll::{EnrollError, Proof};
 pub use node::{Node, NodeParts};
 
 use backoff::{End, Next};
@@ -131,16 +131,12 @@ async fn credentials<I: InstanceControl>(node: &Node<I>, endpoint: &Endpoint) ->
         Ok(None) => {}
         Err(error) => return Err(End::Local(error.to_string())),
     }
-    let Some(token_file) = &node.config.control.token_file else {
-        let text = "this node has no key yet: name an enrollment token in control.token_file";
-        return Err(End::NotEnrolled(text.into()));
-    };
-    // Read anew each time: a person may have put a new token there.
-    let (token, _) = read_token(token_file, Some(&node.id)).map_err(|error| End::NotEnrolled(error.to_string()))?;
-    let trust = Trust::read(&node.config.control.ca_file, Some(token.ca_hash));
+    let control = &node.config.control;
+    let proof = Proof::of_node(control, &node.id).map_err(|error| End::NotEnrolled(error.to_string()))?;
+    let trust = Trust::read(&control.ca_file, proof.ca_hash());
     let trust = trust.map_err(|error| End::NotEnrolled(error.to_string()))?;
     let channel = connect::connect(endpoint, &trust).await.map_err(|error| End::Lost(error.to_string()))?;
-    match enroll::enroll(channel, &token, node.id.clone(), &node.dir).await {
+    match enroll::enroll(channel, proof, node.id.clone(), &node.dir).await {
         Ok(credentials) => {
             tracing::info!(node = %credentials.node_id, cluster = credentials.cluster_id, "enrolled");
             Ok(credentials)

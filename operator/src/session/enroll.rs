@@ -1,14 +1,18 @@
-//! Enrollment: a single-use secret becomes the key of a node.
+//! Enrollment: a single-use secret, or what Kubernetes says of a pod, becomes the key of a node.
 
 use k8s_openapi::jiff::Timestamp;
 use kibo_crds::{
     Incarnation, Node, NodeId,
-    node::{Admission, NodeStatus},
+    node::{Admission, NodeSpec, NodeStatus},
 };
 use kibo_protocol::{NodeKey, Secret, SecretHash, v1};
+use kube::api::PostParams;
 use tonic::{Code, Status};
 
-use super::open::{Leading, read_node};
+use super::{
+    open::{Leading, read_node},
+    service_account::{self, Failure, Policy},
+};
 use crate::{
     guarded::WriteError,
     node::{Facts, compute_status},
@@ -24,7 +28,11 @@ pub enum Refusal {
     UnknownNode(NodeId),
     #[error("node {0} is retired for ever: use a new node id for this host")]
     Retired(NodeId),
-    #[error("no enrollment is pending for node {0}: issue a new token")]
+    #[error("the enrollment of node {0} was revoked: an admin must issue a new token with `kibo enrollment issue {0}`")]
+    Revoked(NodeId),
+    #[error(
+        "no token is valid for node {0}: it was revoked, or none was issued yet; issue a new one with `kibo enrollment issue {0}`"
+    )]
     NoGrant(NodeId),
     #[error("the secret is not the one that was issued for node {0}: the newest token counts")]
     WrongSecret(NodeId),
@@ -48,40 +56,46 @@ impl Refusal {
             Self::UnknownNode(_) => Code::NotFound,
             Self::WrongSecret(_) => Code::PermissionDenied,
             Self::Used(_) => Code::AlreadyExists,
-            Self::Retired(_) | Self::NoGrant(_) | Self::Expired(_) | Self::SessionLive(_) | Self::NotIsolated(..) => {
-                Code::FailedPrecondition
-            }
+            Self::Retired(_)
+            | Self::Revoked(_)
+            | Self::NoGrant(_)
+            | Self::Expired(_)
+            | Self::SessionLive(_)
+            | Self::NotIsolated(..) => Code::FailedPrecondition,
         }
     }
 }
 
-/// Whether whoever shows a secret with this hash may become the node. Pure.
+/// What a host showed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Proof {
+    /// The secret of a token, by its hash.
+    Token(SecretHash),
+    /// Kubernetes has said that it is the host of that name.
+    ServiceAccount,
+}
+
+/// Whether whoever shows this may become the node. Pure.
 ///
 /// A new host says truly that it runs nothing, which would void what an older one of this name holds and
 /// may still write: so it may take the name only when the older life was isolated.
 pub fn decide(
     id: &NodeId,
     node: Option<&Node>,
-    shown: SecretHash,
+    shown: Proof,
     has_session: bool,
     now: Timestamp,
 ) -> Result<(), Refusal> {
     let node = node.ok_or_else(|| Refusal::UnknownNode(id.clone()))?;
-    let hash = |text: &str| text.parse::<SecretHash>().ok();
     let facts = Facts::of(node);
     if facts.retired {
         return Err(Refusal::Retired(id.clone()));
     }
-    let used = node.status.as_ref().and_then(|status| status.used_secret_hash.as_deref()).and_then(hash);
-    if used == Some(shown) {
-        return Err(Refusal::Used(id.clone()));
+    if node.spec.revocation.is_some() {
+        return Err(Refusal::Revoked(id.clone()));
     }
-    let grant = node.spec.enrollment.as_ref().ok_or_else(|| Refusal::NoGrant(id.clone()))?;
-    if hash(&grant.secret_hash) != Some(shown) {
-        return Err(Refusal::WrongSecret(id.clone()));
-    }
-    if grant.expires_at.0 <= now {
-        return Err(Refusal::Expired(id.clone()));
+    if let Proof::Token(shown) = shown {
+        is_granted(id, node, shown, now)?;
     }
     let is_alive = node.status.as_ref().and_then(|status| status.session.as_ref()).is_some_and(|session| session.alive);
     if has_session || is_alive {
@@ -93,28 +107,92 @@ pub fn decide(
     Ok(())
 }
 
+/// Whether a secret is that of the pending grant.
+fn is_granted(id: &NodeId, node: &Node, shown: SecretHash, now: Timestamp) -> Result<(), Refusal> {
+    let hash = |text: &str| text.parse::<SecretHash>().ok();
+    let used = node.status.as_ref().and_then(|status| status.used_secret_hash.as_deref()).and_then(hash);
+    if used == Some(shown) {
+        return Err(Refusal::Used(id.clone()));
+    }
+    let grant = node.spec.enrollment.as_ref().ok_or_else(|| Refusal::NoGrant(id.clone()))?;
+    if hash(&grant.secret_hash) != Some(shown) {
+        return Err(Refusal::WrongSecret(id.clone()));
+    }
+    if grant.expires_at.0 <= now {
+        return Err(Refusal::Expired(id.clone()));
+    }
+    Ok(())
+}
+
 /// Decides, and stores the hash of a new key. Of two hosts that show the same token at once, one is
 /// written and the other finds it used.
-pub async fn enroll(leading: &Leading, request: v1::EnrollRequest) -> Result<v1::EnrollResponse, Status> {
+pub async fn enroll(
+    leading: &Leading,
+    policy: Option<&Policy>,
+    request: v1::EnrollRequest,
+) -> Result<v1::EnrollResponse, Status> {
     let id: NodeId = request.node_id.parse().map_err(|error| Status::invalid_argument(format!("{error}")))?;
-    let secret = Secret::from_bytes(&request.secret).map_err(|error| Status::invalid_argument(error.to_string()))?;
+    let version: String = request.version.escape_debug().take(64).collect();
+    let outcome = match proof(leading, policy, &id, request).await {
+        Ok(proof) => store(leading, &id, proof).await,
+        Err(status) => Err(status),
+    };
+    let result = match &outcome {
+        Ok(_) => "enrolled",
+        Err(status) if status.code() == Code::Unavailable => "failed",
+        Err(_) => "refused",
+    };
+    metrics::counter!("kibotos_enrollments_total", "result" => result).increment(1);
+    match &outcome {
+        Ok(_) => tracing::info!(node = %id, version, "node enrolled"),
+        Err(status) => tracing::warn!(node = %id, version, refusal = status.message(), "enrollment {result}"),
+    }
+    outcome
+}
+
+fn unavailable(error: &dyn std::fmt::Display) -> Status {
+    Status::unavailable(format!("try again: {error}"))
+}
+
+/// What the host shows, checked as far as that goes without the Node.
+async fn proof(
+    leading: &Leading,
+    policy: Option<&Policy>,
+    id: &NodeId,
+    request: v1::EnrollRequest,
+) -> Result<Proof, Status> {
+    let (secret, token) = (request.secret, request.service_account_token);
+    if token.is_empty() {
+        let secret = Secret::from_bytes(&secret).map_err(|error| Status::invalid_argument(error.to_string()))?;
+        return Ok(Proof::Token(secret.hash()));
+    }
+    if !secret.is_empty() {
+        return Err(Status::invalid_argument("show the secret of a token or a service-account token, not both"));
+    }
+    match service_account::verify(&leading.nodes.ctx.client, policy, id, &token).await {
+        Ok(()) => Ok(Proof::ServiceAccount),
+        Err(Failure::Refused(refusal)) => Err(Status::new(refusal.code(), refusal.to_string())),
+        Err(error @ Failure::Kubernetes { .. }) => Err(unavailable(&error)),
+    }
+}
+
+async fn store(leading: &Leading, id: &NodeId, proof: Proof) -> Result<v1::EnrollResponse, Status> {
     let key = NodeKey::generate().map_err(|error| Status::internal(error.to_string()))?;
     let control = &leading.nodes;
-    let unavailable = |error: &dyn std::fmt::Display| Status::unavailable(format!("try again: {error}"));
     for _ in 0..ATTEMPTS {
-        let (node, _) = read_node(&control.api(), &id).await.map_err(|error| unavailable(&error))?;
-        let has_session = control.ctx.registry.get(&id).is_some();
-        if let Err(refusal) = decide(&id, node.as_ref(), secret.hash(), has_session, Timestamp::now()) {
-            tracing::warn!(node = %id, %refusal, "enrollment refused");
-            metrics::counter!("kibotos_enrollments_total", "result" => "refused").increment(1);
+        let (node, _) = read_node(&control.api(), id).await.map_err(|error| unavailable(&error))?;
+        if node.is_none() && proof == Proof::ServiceAccount {
+            register(leading, id).await?;
+            continue;
+        }
+        let has_session = control.ctx.registry.get(id).is_some();
+        if let Err(refusal) = decide(id, node.as_ref(), proof, has_session, Timestamp::now()) {
             return Err(Status::new(refusal.code(), refusal.to_string()));
         }
         let Some(node) = node else { continue };
-        let status = enrolled(leading, &id, &node, secret.hash(), key.hash());
-        match control.write(&id, &node, status).await {
+        let status = enrolled(leading, id, &node, proof, key.hash());
+        match control.write(id, &node, status).await {
             Ok(_) => {
-                tracing::info!(node = %id, version = request.version, "node enrolled");
-                metrics::counter!("kibotos_enrollments_total", "result" => "enrolled").increment(1);
                 return Ok(v1::EnrollResponse {
                     node_key: key.expose().to_vec(),
                     cluster_id: control.ctx.cluster_id.clone(),
@@ -127,19 +205,34 @@ pub async fn enroll(leading: &Leading, request: v1::EnrollRequest) -> Result<v1:
     Err(Status::unavailable(format!("Node {id} changes too often: try again")))
 }
 
-fn enrolled(leading: &Leading, id: &NodeId, node: &Node, secret: SecretHash, key: SecretHash) -> NodeStatus {
+/// The cluster itself says that there is such a host: nobody has to make its Node by hand.
+async fn register(leading: &Leading, id: &NodeId) -> Result<(), Status> {
+    let node = Node::new(id.as_str(), NodeSpec::default());
+    match leading.nodes.api().create(&PostParams::default(), &node).await {
+        Ok(_) => {
+            tracing::info!(node = %id, "node registered for a host of the cluster");
+            Ok(())
+        }
+        Err(kube::Error::Api(status)) if status.is_already_exists() => Ok(()),
+        Err(error) => Err(unavailable(&error)),
+    }
+}
+
+fn enrolled(leading: &Leading, id: &NodeId, node: &Node, proof: Proof, key: SecretHash) -> NodeStatus {
     let mut node = node.clone();
     let status = node.status.get_or_insert_default();
     status.admission = Some(Admission::Admitted);
     status.key_hash = Some(key.to_string());
-    status.used_secret_hash = Some(secret.to_string());
+    if let Proof::Token(secret) = proof {
+        status.used_secret_hash = Some(secret.to_string());
+    }
     compute_status(&leading.nodes.observe(id, &node))
 }
 
 #[cfg(test)]
 mod tests {
     use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-    use kibo_crds::node::{Enrollment, NodeSpec, Retirement};
+    use kibo_crds::node::{Enrollment, Retirement, Revocation};
 
     use super::*;
 
@@ -194,7 +287,26 @@ mod tests {
             (Some(node(Some(1), None, false)), true, 99, Err(Refusal::SessionLive(id.clone()))),
         ];
         for (node, session, now, expected) in cases {
-            assert_eq!(decide(&id, node.as_ref(), hash(1), session, at(now)), expected);
+            assert_eq!(decide(&id, node.as_ref(), Proof::Token(hash(1)), session, at(now)), expected);
         }
+    }
+
+    #[test]
+    fn kubernetes_word_stands_for_the_token_and_for_nothing_else() {
+        let id: NodeId = "node-1".parse().unwrap();
+        let decide = |change: &dyn Fn(&mut Node), session| {
+            let mut node = Node::new("node-1", NodeSpec::default());
+            node.status = Some(NodeStatus { admission: Some(Admission::Admitted), ..NodeStatus::default() });
+            change(&mut node);
+            super::decide(&id, Some(&node), Proof::ServiceAccount, session, Timestamp::now())
+        };
+        assert_eq!(decide(&|_| {}, false), Ok(()), "also when an earlier answer was lost");
+        assert_eq!(decide(&|_| {}, true), Err(Refusal::SessionLive(id.clone())));
+        let retired = |node: &mut Node| node.spec.retirement = Some(Retirement::default());
+        assert_eq!(decide(&retired, false), Err(Refusal::Retired(id.clone())));
+        let revoked = |node: &mut Node| node.spec.revocation = Some(Revocation::default());
+        assert_eq!(decide(&revoked, false), Err(Refusal::Revoked(id.clone())));
+        let lived = |node: &mut Node| node.status.get_or_insert_default().incarnation = Some(Incarnation(2));
+        assert_eq!(decide(&lived, false), Err(Refusal::NotIsolated(id.clone(), Incarnation(2))));
     }
 }

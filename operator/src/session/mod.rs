@@ -9,9 +9,11 @@ mod open;
 mod registry;
 mod serve;
 mod server;
+mod service_account;
 
 pub use live::{Capacity, DeclaredPool, Settings};
 pub(crate) use open::spares_unknown;
 pub use open::{Leading, revision_of};
 pub use registry::{Accepted, CommandFailure, NoSession, NodeSnapshot, ObjectCommand, OfferFailure, Registry};
 pub use server::{ServerError, SessionServer};
+pub use service_account::{HostLabel, Policy as EnrollmentPolicy, ServiceAccount};

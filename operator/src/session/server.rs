@@ -28,6 +28,7 @@ use super::{
     hello::Hello,
     open::{Leading, Refusal},
     serve::{self, Wire},
+    service_account::Policy,
 };
 use crate::tls::Serving;
 
@@ -39,6 +40,8 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// After a change of leader everybody comes at once; the others wait in line.
 const HELLOS_IN_FLIGHT: usize = 32;
+/// Each asks the API server, for whoever comes: strangers must not take its time from the sessions.
+const ENROLLMENTS_IN_FLIGHT: usize = 8;
 /// Messages between the queue of a session and its connection.
 const WIRE: usize = 64;
 /// A Hello lists everything that a node has; 100,000 Instances fit.
@@ -64,12 +67,21 @@ pub struct SessionServer {
     leading: Arc<RwLock<Option<Arc<Leading>>>>,
     observed_term: Arc<AtomicU64>,
     hellos: Arc<Semaphore>,
+    enrollments: Arc<Semaphore>,
+    in_cluster: Option<Arc<Policy>>,
 }
 
 impl SessionServer {
-    /// A server that refuses everybody until [`SessionServer::lead`].
-    pub fn new(observed_term: Arc<AtomicU64>) -> Self {
-        Self { leading: Arc::default(), observed_term, hellos: Arc::new(Semaphore::new(HELLOS_IN_FLIGHT)) }
+    /// A server that refuses everybody until [`SessionServer::lead`]. Without a policy hosts enroll by issued tokens
+    /// alone.
+    pub fn new(observed_term: Arc<AtomicU64>, in_cluster: Option<Policy>) -> Self {
+        Self {
+            leading: Arc::default(),
+            observed_term,
+            hellos: Arc::new(Semaphore::new(HELLOS_IN_FLIGHT)),
+            enrollments: Arc::new(Semaphore::new(ENROLLMENTS_IN_FLIGHT)),
+            in_cluster: in_cluster.map(Arc::new),
+        }
     }
 
     /// From now on sessions are opened.
@@ -151,8 +163,9 @@ type Outbound<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 #[tonic::async_trait]
 impl NodeControl for SessionServer {
     async fn enroll(&self, request: Request<v1::EnrollRequest>) -> Result<Response<v1::EnrollResponse>, Status> {
+        let _permit = self.enrollments.acquire().await.map_err(|_| Status::unavailable("the operator ends"))?;
         let leading = self.leading_or_unavailable()?;
-        enroll::enroll(&leading, request.into_inner()).await.map(Response::new)
+        enroll::enroll(&leading, self.in_cluster.as_deref(), request.into_inner()).await.map(Response::new)
     }
 
     type SessionStream = Outbound<ToNode>;
