@@ -1,9 +1,12 @@
 //! Commands that carry an id, and what came of them.
 
+use std::collections::BTreeMap;
+
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::KubeSchema;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
 
 use crate::CommandId;
 
@@ -24,6 +27,10 @@ pub struct CommandRecord {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 1024))]
     pub message: Option<String>,
+    /// What the command did, in numbers: those of an isolation by the names of `status.isolation`.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[schemars(schema_with = "counts_schema")]
+    pub counts: BTreeMap<String, u32>,
     pub started_at: Time,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub finished_at: Option<Time>,
@@ -34,4 +41,18 @@ pub enum CommandResult {
     Processing,
     Succeeded,
     Failed,
+}
+
+fn counts_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+    schemars::json_schema!({
+        "type": "object",
+        "maxProperties": 8,
+        "additionalProperties": { "type": "integer", "format": "int64", "minimum": 0 },
+    })
+}
+
+/// First 16 hexadecimal digits of the SHA-256 of the content's JSON, as records and revisions have it.
+pub fn digest(content: &impl Serialize) -> String {
+    let bytes = serde_json::to_vec(content).unwrap_or_default();
+    Sha256::digest(bytes).iter().take(8).fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
 }

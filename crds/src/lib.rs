@@ -29,7 +29,7 @@ pub mod workspace;
 pub mod yaml;
 
 pub use amounts::{AmountError, Bytes, CpuQuantity, MemoryQuantity, MilliCpu, SizeQuantity};
-pub use command::{CommandRecord, CommandResult};
+pub use command::{CommandRecord, CommandResult, digest};
 pub use condition::{ConditionType, condition, set_condition};
 pub use counters::{Epoch, Incarnation, SequenceNumber, Term};
 pub use ids::{IdError, InstanceId, WorkspaceId};

@@ -512,6 +512,7 @@ fn counters() -> Vec<Case> {
 fn nodes() -> Vec<Case> {
     let drained = json!({"conditions": [{"type": "Drained", "status": "True", "reason": "R", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z"}]});
     let retire = || json!({"spec": {"retirement": {}}});
+    let drain = |requested: bool| json!({"drain": {"requested": requested}});
     vec![
         change("isolate a silent node", "Node", json!({}), session(false), isolation(3, true), Accepted),
         change(
@@ -539,6 +540,14 @@ fn nodes() -> Vec<Case> {
             Refused(&["confirmHostCannotWrite must be true"]),
         ),
         change(
+            "isolate without a word of the host",
+            "Node",
+            json!({}),
+            session(false),
+            json!({"spec": {"isolation": {"incarnation": 3}}}),
+            Refused(&["confirmHostCannotWrite must be true"]),
+        ),
+        change(
             "retire a node that is not empty",
             "Node",
             json!({}),
@@ -546,21 +555,45 @@ fn nodes() -> Vec<Case> {
             retire(),
             Refused(&["spec.retirement", "drained"]),
         ),
-        change("retire a drained node", "Node", json!({}), drained.clone(), retire(), Accepted),
+        change("retire a drained node", "Node", drain(true), drained.clone(), retire(), Accepted),
+        change(
+            "retire a drained node whose drain is cancelled",
+            "Node",
+            drain(false),
+            drained.clone(),
+            retire(),
+            Refused(&["spec.retirement", "drain it"]),
+        ),
+        change(
+            "retire a drained node and cancel its drain",
+            "Node",
+            drain(true),
+            drained.clone(),
+            json!({"spec": {"retirement": {}, "drain": {"requested": false}}}),
+            Refused(&["spec.retirement", "drain it"]),
+        ),
         change(
             "retire an isolated node",
             "Node",
             json!({}),
-            json!({"incarnation": 3, "isolation": {"incarnation": 3}}),
+            json!({"incarnation": 3, "isolation": {"incarnation": 3, "state": "Finished"}}),
             retire(),
             Accepted,
         ),
         change(
+            "retire a node whose isolation goes on",
+            "Node",
+            json!({}),
+            json!({"incarnation": 3, "isolation": {"incarnation": 3, "state": "InProgress"}}),
+            retire(),
+            Refused(&["spec.retirement", "isolated"]),
+        ),
+        change(
             "nothing after retirement",
             "Node",
-            json!({"retirement": {}, "drain": {"requested": false}}),
+            json!({"retirement": {}, "drain": {"requested": true}}),
             drained,
-            json!({"spec": {"drain": {"requested": true}}}),
+            json!({"spec": {"drain": {"requested": false}}}),
             Refused(&["retired, which is final"]),
         ),
         change(
@@ -578,6 +611,71 @@ fn nodes() -> Vec<Case> {
             Refused(&["spec.enrollment.secretHash"]),
         ),
         named(create("a node id in capitals is refused", "Node", json!({}), Refused(&["Node-A"])), "Node-A"),
+    ]
+}
+
+/// What replays of commands rest upon.
+fn commands() -> Vec<Case> {
+    let drain = |id: &str| json!({"drain": {"requested": true, "requestId": id}});
+    let spec = |part: Value| json!({ "spec": part });
+    let slots = |id: &str, slots: u32| {
+        let digest = format!("{slots:016x}");
+        json!({"slots": slots, "slotsRequest": {"requestId": id, "digest": digest}})
+    };
+    let recorded = |ids: &[&str]| {
+        let record = |id: &&str| json!({"id": id, "operation": "drain", "digest": "0123456789abcdef", "result": "Succeeded", "startedAt": "2026-01-01T00:00:00Z"});
+        json!({ "commands": ids.iter().map(record).collect::<Vec<_>>() })
+    };
+    vec![
+        change(
+            "a command after one that is on record",
+            "Node",
+            drain("a"),
+            recorded(&["a"]),
+            spec(drain("b")),
+            Accepted,
+        ),
+        change(
+            "a command in place of one that is not on record",
+            "Node",
+            drain("a"),
+            recorded(&["b"]),
+            spec(drain("c")),
+            Refused(&["not in status.commands yet", "try again"]),
+        ),
+        change(
+            "a drain is taken back before it is on record",
+            "Node",
+            drain("a"),
+            Value::Null,
+            json!({"spec": {"drain": null}}),
+            Refused(&["not in status.commands yet"]),
+        ),
+        change("another part beside it", "Node", drain("a"), Value::Null, spec(slots("b", 3)), Accepted),
+        change(
+            "an id that an older command has",
+            "Node",
+            drain("b"),
+            recorded(&["a", "b"]),
+            spec(drain("a")),
+            Refused(&["already used by another command", "choose a new requestId"]),
+        ),
+        change(
+            "an id that a command of another kind has",
+            "Node",
+            json!({}),
+            recorded(&["a"]),
+            spec(slots("a", 3)),
+            Refused(&["already used by another command"]),
+        ),
+        change(
+            "a changed command under its id",
+            "Node",
+            slots("a", 3),
+            recorded(&["a"]),
+            spec(slots("a", 4)),
+            Refused(&["already used with another content"]),
+        ),
     ]
 }
 
@@ -680,8 +778,10 @@ fn main() -> ExitCode {
 
 async fn every_rule(place: Arc<Place>) -> anyhow::Result<()> {
     let client = place.client();
-    let cases: Vec<Case> =
-        [amounts(), ratios(), immutability(), bindings(), power(), counters(), nodes()].into_iter().flatten().collect();
+    let cases: Vec<Case> = [amounts(), ratios(), immutability(), bindings(), power(), counters(), nodes(), commands()]
+        .into_iter()
+        .flatten()
+        .collect();
     let mut wrong = Vec::new();
     for (index, case) in cases.iter().enumerate() {
         let own = format!("case-{index}");

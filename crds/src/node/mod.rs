@@ -1,5 +1,7 @@
 //! Node: a host that runs Workspaces. A registration is never deleted nor reused.
 
+mod command;
+mod rules;
 mod status;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -9,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{CommandId, Incarnation, Ratio};
 
+pub use command::{NodeCommand, Requested};
 pub use status::{
     Admission, AdoptionResult, Amounts, Holder, HolderEnd, IsolationResult, IsolationState, NodeClock, NodePhase,
     NodePool, NodeReport, NodeSession, NodeStatus, PreviousHolder, Quarantine,
@@ -46,8 +49,8 @@ pub use status::{
         .message("isolation.incarnation must be the node's current status.incarnation: read the node again")
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.isolation"),
-    validation = Rule::new("!has(self.spec.retirement) || has(oldSelf.spec.retirement) || (has(self.status) && ((has(self.status.conditions) && self.status.conditions.exists(c, c.type == 'Drained' && c.status == 'True')) || (has(self.status.isolation) && has(self.status.incarnation) && self.status.isolation.incarnation >= self.status.incarnation)))")
-        .message("only a node that is drained (condition Drained) or whose current incarnation is isolated can be retired: drain it, or isolate it when its host is down")
+    validation = Rule::new(rules::CAN_BE_RETIRED)
+        .message("only a node that is drained (condition Drained) or whose current incarnation is isolated can be retired: drain it and empty it, or isolate it when its host is down")
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.retirement"),
     validation = Rule::new("!has(oldSelf.spec.revocation) || has(self.spec.revocation) || (has(self.status) && has(self.status.admission) && self.status.admission == 'Revoked')")
@@ -58,6 +61,14 @@ pub use status::{
         .message("adoption.quarantine must be the id of the quarantine that the node is in (status.quarantine.id): read the node again")
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.adoption"),
+    validation = Rule::new(rules::COMMANDS_ARE_RECORDED)
+        .message("the previous command with a requestId is not in status.commands yet: try again in a moment")
+        .reason(Reason::FieldValueForbidden)
+        .field_path(".spec"),
+    validation = Rule::new(rules::COMMAND_IDS_ARE_FRESH)
+        .message("the requestId was already used by another command of this node (status.commands): choose a new requestId")
+        .reason(Reason::FieldValueForbidden)
+        .field_path(".spec"),
 )]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
@@ -130,6 +141,10 @@ pub struct Drain {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
+    validation = Rule::new("self.confirmHostCannotWrite")
+        .message("confirmHostCannotWrite must be true: isolate only a host that is off or can no longer write to its storage pools")
+        .reason(Reason::FieldValueInvalid)
+        .field_path(".confirmHostCannotWrite"),
     validation = Rule::new("self.incarnation >= oldSelf.incarnation")
         .message("isolation.incarnation never falls")
         .reason(Reason::FieldValueForbidden),
@@ -141,7 +156,7 @@ pub struct Isolation {
     /// The incarnation that is declared dead: the node's current `status.incarnation`.
     pub incarnation: Incarnation,
     /// The operator's word that the host is off or cannot write; a wrong one corrupts disks.
-    #[x_kube(validation = Rule::new("self").message("confirmHostCannotWrite must be true: isolate only a host that is off or can no longer write to its storage pools").reason(Reason::FieldValueInvalid))]
+    #[serde(default)]
     pub confirm_host_cannot_write: bool,
     /// Carries it out although another member of a shared pool has seen the host write lately.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]

@@ -188,7 +188,7 @@ fn record<'a>(workspace: &'a Workspace, request: &PowerRequest) -> Option<&'a Co
 
 /// The digest under which the operator notes a request.
 fn digest(request: &PowerRequest) -> String {
-    short_digest(&serde_json::to_vec(request).unwrap_or_default())
+    kibo_crds::digest(request)
 }
 
 /// First 16 hexadecimal digits of the SHA-256.

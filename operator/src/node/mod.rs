@@ -1,5 +1,6 @@
 //! Node: the registration of a host and what is true of it.
 
+mod commands;
 mod controller;
 mod index;
 mod settings;

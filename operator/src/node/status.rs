@@ -82,6 +82,7 @@ pub fn compute(observed: &Observed<'_>) -> NodeStatus {
     let phase = phase(&status, isolated, observed, drain);
     status.phase = Some(phase);
     conditions(&mut status, observed, phase, drain);
+    status.commands = super::commands::records(node, &status, &observed.now);
     status
 }
 

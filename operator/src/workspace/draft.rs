@@ -4,14 +4,13 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kibo_crds::{
-    CommandRecord, CommandResult, ConditionType, GROUP, Workspace, condition, set_condition,
+    CommandRecord, CommandResult, ConditionType, GROUP, Workspace, condition, digest, set_condition,
     workspace::{
         Execution, LastExecution, PowerRequest, PowerState, PowerStatus, Revision, Revisions, StopMode, WorkspacePhase,
         WorkspaceStatus,
     },
 };
 use serde::Serialize;
-use sha2::{Digest as _, Sha256};
 
 use super::sight::{COMMANDS_KEPT, MAX_COMMANDS};
 
@@ -59,12 +58,6 @@ pub struct Draft<'a> {
     pub notices: Vec<Notice>,
     now: Time,
     wait: Option<Wait>,
-}
-
-/// First 16 hexadecimal digits of the SHA-256 of the content's JSON.
-pub fn digest(content: &impl Serialize) -> String {
-    let bytes = serde_json::to_vec(content).unwrap_or_default();
-    Sha256::digest(bytes).iter().take(8).fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
 }
 
 fn bump(revision: &mut Revision, content: &impl Serialize) {
@@ -151,6 +144,7 @@ impl<'a> Draft<'a> {
             result: CommandResult::Processing,
             reason: None,
             message: None,
+            counts: BTreeMap::new(),
             started_at: self.now.clone(),
             finished_at: None,
         });

@@ -1,0 +1,94 @@
+//! Rules of a Node that look at its commands.
+
+/// That a part of the spec is unchanged, had no command's id, or its command is on record.
+macro_rules! recorded {
+    ($part:literal) => {
+        concat!(
+            "(!has(oldSelf.spec.",
+            $part,
+            ") || !has(oldSelf.spec.",
+            $part,
+            ".requestId)",
+            " || (has(self.spec.",
+            $part,
+            ") && self.spec.",
+            $part,
+            " == oldSelf.spec.",
+            $part,
+            ")",
+            " || (has(oldSelf.status) && has(oldSelf.status.commands)",
+            " && oldSelf.status.commands.exists(c, c.id == oldSelf.spec.",
+            $part,
+            ".requestId)))",
+        )
+    };
+}
+
+/// That a part of the spec carries no id, the id that it had, or one that no command on record has.
+macro_rules! fresh {
+    ($part:literal) => {
+        concat!(
+            "(!has(self.spec.",
+            $part,
+            ") || !has(self.spec.",
+            $part,
+            ".requestId)",
+            " || (has(oldSelf.spec.",
+            $part,
+            ") && has(oldSelf.spec.",
+            $part,
+            ".requestId)",
+            " && oldSelf.spec.",
+            $part,
+            ".requestId == self.spec.",
+            $part,
+            ".requestId)",
+            " || !has(oldSelf.status) || !has(oldSelf.status.commands)",
+            " || !oldSelf.status.commands.exists(c, c.id == self.spec.",
+            $part,
+            ".requestId))",
+        )
+    };
+}
+
+/// Commands are recorded one after the other: what replaces one that is not on record yet would make it be forgotten,
+/// and a replay of it be taken for a new one.
+pub const COMMANDS_ARE_RECORDED: &str = concat!(
+    recorded!("enrollment"),
+    " && ",
+    recorded!("revocation"),
+    " && ",
+    recorded!("drain"),
+    " && ",
+    recorded!("isolation"),
+    " && ",
+    recorded!("slotsRequest"),
+    " && ",
+    recorded!("labelRequest"),
+);
+
+/// An id names one command for as long as it is on record.
+pub const COMMAND_IDS_ARE_FRESH: &str = concat!(
+    fresh!("enrollment"),
+    " && ",
+    fresh!("revocation"),
+    " && ",
+    fresh!("drain"),
+    " && ",
+    fresh!("isolation"),
+    " && ",
+    fresh!("retirement"),
+    " && ",
+    fresh!("slotsRequest"),
+    " && ",
+    fresh!("labelRequest"),
+);
+
+/// Nothing is left there, and a drain sees to it that nothing comes; or its life was declared dead and all that it
+/// held is released.
+pub const CAN_BE_RETIRED: &str = "\
+!has(self.spec.retirement) || has(oldSelf.spec.retirement) || (has(self.status) \
+&& ((has(self.spec.drain) && self.spec.drain.requested && has(oldSelf.spec.drain) && oldSelf.spec.drain.requested \
+&& has(self.status.conditions) && self.status.conditions.exists(c, c.type == 'Drained' && c.status == 'True')) \
+|| (has(self.status.isolation) && self.status.isolation.state == 'Finished' && has(self.status.incarnation) \
+&& self.status.isolation.incarnation >= self.status.incarnation)))";

@@ -1,0 +1,253 @@
+//! The commands of a Node that carry an id, on record. Pure.
+//!
+//! A command is recorded when its id is seen in the spec for the first time; its end follows from the status. A record
+//! is kept for a day, and for as long as its id stands in the spec: until then a replay must find it.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kibo_crds::{
+    CommandRecord, CommandResult, Node,
+    node::{Admission, IsolationResult, IsolationState, NodeStatus, Requested},
+};
+
+const KEPT: Duration = Duration::from_hours(24);
+const MAX: usize = 16;
+
+/// What has become of a command.
+struct Outcome {
+    result: CommandResult,
+    failure: Option<(&'static str, String)>,
+    counts: BTreeMap<String, u32>,
+}
+
+impl Outcome {
+    fn of(result: CommandResult) -> Self {
+        Self { result, failure: None, counts: BTreeMap::new() }
+    }
+
+    fn done_when(done: bool) -> Self {
+        Self::of(if done { CommandResult::Succeeded } else { CommandResult::Processing })
+    }
+
+    fn failed(reason: &'static str, message: String) -> Self {
+        Self { failure: Some((reason, message)), ..Self::of(CommandResult::Failed) }
+    }
+}
+
+/// The records as they should be, `status` being right in everything else.
+pub fn records(node: &Node, status: &NodeStatus, now: &Time) -> Vec<CommandRecord> {
+    let requested = node.spec.requested();
+    let mut records = status.commands.clone();
+    for new in requested.iter().filter(|new| !status.commands.iter().any(|known| known.id == new.id)) {
+        // Two parts of one spec with one id: the first counts, and the rules of the API refuse the second.
+        if !records.iter().any(|known| known.id == new.id) {
+            records.push(begun(new, now));
+        }
+    }
+    for record in records.iter_mut().filter(|record| record.result == CommandResult::Processing) {
+        let stands = requested.iter().any(|it| it.id == record.id);
+        end(record, outcome(record, stands, node, status), now);
+    }
+    let is_pinned = |record: &CommandRecord| requested.iter().any(|it| it.id == record.id);
+    let from = now.0 - KEPT;
+    records.retain(|record| is_pinned(record) || record.finished_at.as_ref().is_none_or(|at| at.0 >= from));
+    let mut surplus = records.len().saturating_sub(MAX);
+    records.retain(|record| {
+        let goes = surplus > 0 && !is_pinned(record);
+        surplus -= usize::from(goes);
+        !goes
+    });
+    records
+}
+
+fn begun(requested: &Requested, now: &Time) -> CommandRecord {
+    CommandRecord {
+        id: requested.id.clone(),
+        operation: requested.operation.to_owned(),
+        digest: requested.digest.clone(),
+        result: CommandResult::Processing,
+        reason: None,
+        message: None,
+        counts: BTreeMap::new(),
+        started_at: now.clone(),
+        finished_at: None,
+    }
+}
+
+fn end(record: &mut CommandRecord, outcome: Outcome, now: &Time) {
+    if outcome.result == CommandResult::Processing {
+        return;
+    }
+    record.result = outcome.result;
+    record.finished_at = Some(now.clone());
+    record.counts = outcome.counts;
+    if let Some((reason, message)) = outcome.failure {
+        record.reason = Some(reason.to_owned());
+        record.message = Some(message.chars().take(1024).collect());
+    }
+}
+
+fn outcome(record: &CommandRecord, stands: bool, node: &Node, status: &NodeStatus) -> Outcome {
+    match record.operation.as_str() {
+        "isolate" => isolation(record, stands, node, status),
+        "retire" => Outcome::done_when(status.admission == Some(Admission::Retired)),
+        "revoke" => Outcome::done_when(status.admission != Some(Admission::Admitted)),
+        // The request itself is all of it: it is in the spec, which the node's session follows.
+        _ => Outcome::done_when(true),
+    }
+}
+
+/// The end of an isolation is in the status, under its id; an isolation of this life that was carried out already is
+/// what a second command finds.
+fn isolation(record: &CommandRecord, stands: bool, node: &Node, status: &NodeStatus) -> Outcome {
+    let wanted = node.spec.isolation.as_ref().map(|isolation| isolation.incarnation);
+    let found = status.isolation.as_ref().filter(|found| {
+        found.request_id.as_ref() == Some(&record.id)
+            || (stands && found.state == IsolationState::Finished && Some(found.incarnation) >= wanted)
+    });
+    match found {
+        Some(found) if found.state == IsolationState::Finished => {
+            Outcome { counts: counts(found), ..Outcome::done_when(true) }
+        }
+        Some(found) if found.state == IsolationState::Refused => {
+            Outcome::failed("HostStillWrites", found.evidence.clone().unwrap_or_default())
+        }
+        None if !stands => Outcome::failed("Superseded", "another isolation took the place of this one".to_owned()),
+        Some(_) | None => Outcome::done_when(false),
+    }
+}
+
+fn counts(isolation: &IsolationResult) -> BTreeMap<String, u32> {
+    [
+        ("releasedVolumes", isolation.released_volumes),
+        ("releasedLayers", isolation.released_layers),
+        ("failedWorkspaces", isolation.failed_workspaces),
+    ]
+    .into_iter()
+    .filter_map(|(name, count)| Some((name.to_owned(), count?)))
+    .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::jiff::{SignedDuration, Timestamp};
+    use kibo_crds::{
+        Incarnation,
+        node::{Drain, Isolation, NodeSpec, Retirement},
+    };
+
+    use super::*;
+
+    fn at(second: i64) -> Time {
+        Time(Timestamp::from_second(second).unwrap())
+    }
+
+    fn node(change: impl FnOnce(&mut NodeSpec)) -> Node {
+        let mut node = Node::new("n", NodeSpec::default());
+        change(&mut node.spec);
+        node
+    }
+
+    fn draining(requested: bool, id: &str) -> Node {
+        node(|spec| spec.drain = Some(Drain { requested, request_id: Some(id.parse().unwrap()) }))
+    }
+
+    fn isolating(id: &str) -> Node {
+        node(|spec| {
+            spec.isolation = Some(Isolation {
+                incarnation: Incarnation(3),
+                confirm_host_cannot_write: true,
+                force_despite_evidence: false,
+                request_id: Some(id.parse().unwrap()),
+            });
+        })
+    }
+
+    fn isolation(id: &str, state: IsolationState) -> NodeStatus {
+        NodeStatus {
+            isolation: Some(IsolationResult {
+                incarnation: Incarnation(3),
+                request_id: Some(id.parse().unwrap()),
+                state,
+                evidence: Some("node b saw it write".to_owned()),
+                released_volumes: Some(2),
+                released_layers: Some(3),
+                failed_workspaces: Some(1),
+                started_at: None,
+                finished_at: None,
+            }),
+            ..NodeStatus::default()
+        }
+    }
+
+    fn with(status: NodeStatus, commands: Vec<CommandRecord>) -> NodeStatus {
+        NodeStatus { commands, ..status }
+    }
+
+    #[test]
+    fn each_new_id_is_recorded_once() {
+        let first = records(&draining(true, "a"), &NodeStatus::default(), &at(1));
+        assert_eq!((first.len(), first[0].operation.as_str(), first[0].result), (1, "drain", CommandResult::Succeeded));
+        let status = with(NodeStatus::default(), first.clone());
+        assert_eq!(records(&draining(true, "a"), &status, &at(9)), first, "nothing is new");
+        let second = records(&draining(false, "b"), &status, &at(9));
+        let told: Vec<_> = second.iter().map(|it| (it.id.as_str(), it.operation.as_str())).collect();
+        assert_eq!(told, [("a", "drain"), ("b", "cancel-drain")]);
+    }
+
+    #[test]
+    fn a_record_outlives_its_day_while_its_id_stands_in_the_spec() {
+        let day = i64::try_from(KEPT.as_secs()).unwrap();
+        let status = with(NodeStatus::default(), records(&draining(true, "a"), &NodeStatus::default(), &at(0)));
+        assert_eq!(records(&draining(true, "a"), &status, &at(day * 3)).len(), 1);
+        assert_eq!(records(&node(|_| {}), &status, &at(day)).len(), 1);
+        assert_eq!(records(&node(|_| {}), &status, &at(day + 1)).len(), 0);
+    }
+
+    #[test]
+    fn the_oldest_go_first_but_not_those_in_force() {
+        let mut status = with(NodeStatus::default(), Vec::new());
+        status.commands = records(&draining(true, "in-force"), &status, &at(0));
+        for number in 0..20 {
+            let mut node = draining(true, "in-force");
+            node.spec.retirement = Some(Retirement { request_id: Some(format!("r{number}").parse().unwrap()) });
+            status.admission = Some(Admission::Retired);
+            status.commands = records(&node, &status, &at(number));
+        }
+        let ids: Vec<_> = status.commands.iter().map(|it| it.id.to_string()).collect();
+        assert_eq!(ids.len(), MAX);
+        assert_eq!((ids[0].as_str(), ids[1].as_str(), ids[15].as_str()), ("in-force", "r5", "r19"));
+    }
+
+    #[test]
+    fn an_isolation_ends_with_what_the_status_says_of_it() {
+        let begun = records(&isolating("a"), &NodeStatus::default(), &at(1));
+        assert_eq!(begun[0].result, CommandResult::Processing);
+        let seen =
+            |id: &str, state| records(&isolating("a"), &with(isolation(id, state), begun.clone()), &at(2))[0].clone();
+        assert_eq!(seen("a", IsolationState::InProgress).result, CommandResult::Processing);
+        let done = seen("a", IsolationState::Finished);
+        assert_eq!((done.result, done.counts["releasedVolumes"]), (CommandResult::Succeeded, 2));
+        assert_eq!(done.finished_at, Some(at(2)));
+        let refused = seen("a", IsolationState::Refused);
+        assert_eq!(refused.reason.as_deref(), Some("HostStillWrites"));
+        assert_eq!(refused.message.as_deref(), Some("node b saw it write"));
+        // Somebody else was quicker, with the same life.
+        assert_eq!(seen("b", IsolationState::Finished).result, CommandResult::Succeeded);
+        assert_eq!(seen("b", IsolationState::Refused).result, CommandResult::Processing);
+    }
+
+    #[test]
+    fn an_isolation_that_was_replaced_has_failed_and_what_has_ended_stays() {
+        let begun = records(&isolating("a"), &NodeStatus::default(), &at(1));
+        let replaced = records(&isolating("b"), &with(NodeStatus::default(), begun), &at(2));
+        assert_eq!((replaced[0].result, replaced[0].reason.as_deref()), (CommandResult::Failed, Some("Superseded")));
+        let status = with(isolation("b", IsolationState::Finished), replaced.clone());
+        let after = records(&isolating("b"), &status, &at(3));
+        assert_eq!(after[0], replaced[0]);
+        assert_eq!(after[1].result, CommandResult::Succeeded);
+        let later = at(3).0 + SignedDuration::from_secs(1);
+        assert_eq!(records(&isolating("b"), &with(status, after.clone()), &Time(later)), after, "counted once");
+    }
+}
