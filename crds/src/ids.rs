@@ -51,7 +51,7 @@ macro_rules! ulid_id {
                     .filter(|ulid| !ulid.bytes().any(|b| b.is_ascii_uppercase()))
                     .and_then(|ulid| Ulid::from_string(&ulid.to_ascii_uppercase()).ok())
                     .map(Self)
-                    .ok_or_else(|| IdError { value: value.to_owned(), prefix: $prefix })
+                    .ok_or_else(|| IdError { value: crate::names::shown(value), prefix: $prefix })
             }
         }
 

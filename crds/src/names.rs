@@ -5,6 +5,9 @@ use std::{borrow::Cow, fmt, str::FromStr};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
+/// The longest good name, and some more to show what is wrong with one.
+const LONGEST_SHOWN: usize = 160;
+
 /// A name that breaks its rule.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("invalid {what} {value:?}: {rule}")]
@@ -12,6 +15,11 @@ pub struct NameError {
     what: &'static str,
     value: String,
     rule: &'static str,
+}
+
+/// The beginning of a refused value: it may be of any length, and comes into logs.
+pub(crate) fn shown(value: &str) -> String {
+    value.chars().take(LONGEST_SHOWN).collect()
 }
 
 fn is_dns_label(value: &str, max: usize) -> bool {
@@ -80,7 +88,7 @@ macro_rules! checked_name {
                 if $check(&value) {
                     Ok(Self(value))
                 } else {
-                    Err(NameError { what: $what, value, rule: $rule })
+                    Err(NameError { what: $what, value: shown(&value), rule: $rule })
                 }
             }
         }

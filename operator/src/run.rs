@@ -18,6 +18,7 @@ use kube::{
         watcher,
     },
 };
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tracing_subscriber::EnvFilter;
@@ -52,10 +53,20 @@ pub fn run(args: Run) -> anyhow::Result<()> {
     // Fails only when a provider is installed already.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    raise_descriptor_limit();
     runtime.block_on(async move {
         let ended = ended()?;
         replica(args, ended).await
     })
+}
+
+/// Each session is a connection, and each stream of a guest is one: a fleet needs more than the usual soft limit of
+/// 1024, which is only there for programs that use select().
+fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
+        tracing::debug!(%error, ?limit, "failed to raise the limit of open descriptors");
+    }
 }
 
 fn start_logging(format: LogFormat) {

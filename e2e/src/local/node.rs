@@ -62,6 +62,9 @@ pub struct LocalNode {
     /// Absent: its guests have none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<LocalNetwork>,
+    /// A service-account token that says which node it is, and by which it enrolls; absent: by an issued token.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub service_account_token: Option<PathBuf>,
 }
 
 /// A storage pool that a node is attached to.
@@ -85,12 +88,13 @@ struct Config<'a> {
     images: Images,
     #[serde(skip_serializing_if = "Option::is_none")]
     network: Option<Network<'a>>,
-    control: Control,
+    control: Control<'a>,
 }
 
 #[derive(Serialize)]
 struct NodeSection<'a> {
-    id: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<&'a str>,
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     labels: &'a BTreeMap<String, String>,
 }
@@ -131,10 +135,13 @@ struct Network<'a> {
 }
 
 #[derive(Serialize)]
-struct Control {
+struct Control<'a> {
     endpoints: Vec<String>,
     ca_file: PathBuf,
-    token_file: PathBuf,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_file: Option<PathBuf>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    service_account_token_file: Option<&'a Path>,
 }
 
 /// The user that owns nothing on a Debian: what runs in a guest gains nothing by leaving it.
@@ -167,6 +174,7 @@ impl LocalCluster {
             accelerator: Accelerator::default(),
             images: None,
             endpoint: None,
+            service_account_token: None,
             network: LocalNetwork::pick(self.recorded().nodes.iter().filter_map(|node| node.network.as_ref())),
         }
     }
@@ -186,7 +194,11 @@ impl LocalCluster {
         pki::write(&dir.join("config.toml"), config.as_bytes())?;
         self.share_proof(node)?;
         if !dir.join("state/credentials.json").exists() {
-            self.grant(id, &dir).await?;
+            let ca = operator_ca(&self.client().await?).await?;
+            pki::write(&dir.join("ca.crt"), ca.as_bytes())?;
+            if node.service_account_token.is_none() {
+                self.grant(id, &dir, &ca).await?;
+            }
         }
         Ok(Launch::new(
             self.programs().node_daemon(),
@@ -201,9 +213,10 @@ impl LocalCluster {
     fn config_of<'a>(&self, node: &'a LocalNode) -> Config<'a> {
         let dir = self.layout().node(&node.id);
         let guest = self.programs().guest.clone().unwrap_or_default();
+        let by_token = node.service_account_token.is_none();
         Config {
             state_dir: dir.join("state"),
-            node: NodeSection { id: &node.id, labels: &node.labels },
+            node: NodeSection { id: by_token.then_some(&node.id), labels: &node.labels },
             resources: Resources { cpu: &node.cpu, memory: &node.memory, max_instances: node.max_instances },
             storage_pools: &node.pools,
             vmm: Vmm {
@@ -227,7 +240,8 @@ impl LocalCluster {
                     node.endpoint.clone().unwrap_or_else(|| format!("https://127.0.0.1:{}", self.ports().session)),
                 ],
                 ca_file: dir.join("ca.crt"),
-                token_file: dir.join("enroll.token"),
+                token_file: by_token.then(|| dir.join("enroll.token")),
+                service_account_token_file: node.service_account_token.as_deref(),
             },
         }
     }
@@ -279,10 +293,8 @@ impl LocalCluster {
     }
 
     /// Grants this host the node: the Node object gets the hash of a new secret, the host the token.
-    async fn grant(&self, id: &str, dir: &Path) -> Result<(), ClusterError> {
+    async fn grant(&self, id: &str, dir: &Path, ca: &str) -> Result<(), ClusterError> {
         let admin = self.client().await?;
-        let ca = operator_ca(&admin).await?;
-        pki::write(&dir.join("ca.crt"), ca.as_bytes())?;
         let der = CertificateDer::from_pem_slice(ca.as_bytes()).map_err(|error| ClusterError::Enroll {
             node: id.to_owned(),
             message: format!("the operator's CA is no certificate: {error}"),

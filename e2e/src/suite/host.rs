@@ -17,7 +17,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Status, Streaming};
 
-use super::Place;
+use super::{Place, secrets};
 use crate::local::NAMESPACE;
 
 /// How long an answer of the operator may take.
@@ -66,7 +66,7 @@ pub async fn dial_port(place: &Place, port: u16) -> Result<NodeControlClient<Cha
 impl Host {
     /// A new node, enrolled.
     pub async fn enroll(place: &Place, id: &str) -> Result<Self> {
-        let secret = Secret::generate()?;
+        let secret = secrets::generate()?;
         issue(place, id, &secret, Duration::from_secs(60)).await?;
         let mut client = dial(place).await?;
         let request = v1::EnrollRequest {
@@ -76,6 +76,7 @@ impl Host {
             service_account_token: String::new(),
         };
         let enrolled = client.enroll(request).await?.into_inner();
+        secrets::remember(&enrolled.node_key);
         let key = NodeKey::from_bytes(&enrolled.node_key)?;
         Ok(Self { client, id: id.to_owned(), key, boot_id: "boot-1".to_owned(), pools: Vec::new() })
     }

@@ -11,6 +11,7 @@ mod place;
 pub mod program;
 pub mod proxy;
 pub mod replica;
+pub mod secrets;
 pub mod transcript;
 mod wait;
 mod workspaces;
@@ -196,6 +197,7 @@ impl Shared {
         let Some(cluster) = self.cluster.get() else { return Ok(()) };
         cluster.down().await?;
         let rights = audit::operator_was_never_refused(cluster.layout());
+        let secrets = secrets::are_kept(cluster.layout());
         let left = leftovers(cluster.layout(), &cluster.recorded().nodes);
         if env::var_os("KIBOTOS_KEEP").is_some() {
             eprintln!("kept: {}", self.root.display());
@@ -203,6 +205,7 @@ impl Shared {
             std::fs::remove_dir_all(&self.root).with_context(|| format!("failed to remove {}", self.root.display()))?;
         }
         rights?;
+        secrets?;
         anyhow::ensure!(left.is_empty(), "the cluster left on this host:\n  {}", left.join("\n  "));
         Ok(())
     }

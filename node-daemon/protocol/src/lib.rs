@@ -1,6 +1,7 @@
 //! The control session between operator and node: its messages, and the secrets that open it.
 
 mod quarantine;
+mod redacted;
 mod secret;
 
 /// Generated from `proto/kibotos/node/v1/control.proto`.

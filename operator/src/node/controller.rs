@@ -31,7 +31,7 @@ use crate::{
     clock::now,
     context::Ctx,
     guarded::{self, WriteError},
-    session::{hooks::Usage, revision_of, spares_unknown},
+    session::{Pace, hooks::Usage, revision_of, spares_unknown},
     storage_pool,
     watch::WatchBackoff,
 };
@@ -42,6 +42,8 @@ const PERIOD: Duration = Duration::from_secs(60);
 const RETURN_GRACE: Duration = Duration::from_secs(15);
 /// A Node's status follows a busy allocation at this pace.
 const PACE: Duration = Duration::from_secs(1);
+/// However a host changes its word: so many writes at once, and then one each second.
+const WRITES_AT_ONCE: u32 = 20;
 const CONCURRENCY: u16 = 16;
 
 /// What the controller and the session server share to write a Node's status.
@@ -49,7 +51,13 @@ pub struct NodeControl {
     pub ctx: Ctx,
     pub usage: Arc<dyn Usage>,
     began: Instant,
-    written: Mutex<HashMap<NodeId, Instant>>,
+    written: Mutex<HashMap<NodeId, Written>>,
+}
+
+/// The writes of one Node's status.
+struct Written {
+    last: Instant,
+    pace: Pace,
 }
 
 impl NodeControl {
@@ -88,7 +96,22 @@ impl NodeControl {
     /// Time left until the next write that follows usage alone.
     fn paced(&self, id: &NodeId) -> Option<Duration> {
         let written = self.written.lock().expect("no holder of this lock panics");
-        written.get(id).and_then(|at| PACE.checked_sub(at.elapsed()))
+        written.get(id).and_then(|written| PACE.checked_sub(written.last.elapsed()))
+    }
+
+    /// Time left until the next write of any kind.
+    fn held_back(&self, id: &NodeId) -> Option<Duration> {
+        let written = self.written.lock().expect("no holder of this lock panics");
+        written.get(id).map(|written| written.pace.wait(Instant::now())).filter(|wait| !wait.is_zero())
+    }
+
+    fn note_write(&self, id: &NodeId) {
+        let now = Instant::now();
+        let new = || Written { last: now, pace: Pace::new(PACE, WRITES_AT_ONCE, now) };
+        let mut all = self.written.lock().expect("no holder of this lock panics");
+        let written = all.entry(id.clone()).or_insert_with(new);
+        written.last = now;
+        written.pace.count(now);
     }
 
     /// Writes the status that was decided on for `node`, and says what is new.
@@ -96,7 +119,7 @@ impl NodeControl {
         let written = guarded::replace_status(&self.api(), node, status, self.ctx.term).await;
         let written = written.inspect_err(|error| self.ctx.end_if_overtaken(error))?;
         metrics::counter!("kibotos_status_writes_total", "kind" => "Node").increment(1);
-        self.written.lock().expect("no holder of this lock panics").insert(id.clone(), Instant::now());
+        self.note_write(id);
         self.ctx.nodes.observe(&written);
         announce(id, node, &written, &self.ctx).await;
         Ok(written)
@@ -193,6 +216,9 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
     let next = control.next_look();
     if !is_worth_a_write(node.status.as_ref(), &status) {
         return Ok(Action::requeue(next));
+    }
+    if let Some(left) = control.held_back(&id) {
+        return Ok(Action::requeue(left));
     }
     if is_usage_alone(node.status.as_ref(), &status)
         && let Some(left) = control.paced(&id)

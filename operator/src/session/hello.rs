@@ -82,23 +82,36 @@ impl TryFrom<v1::Hello> for Hello {
             key,
             incarnation,
             boot_id: bounded("boot_id", hello.boot_id)?,
-            home: hello.home.chars().take(64).collect(),
+            home: optional("home", hello.home)?,
             version: bounded("version", hello.version)?,
             capacity: hello.capacity.as_ref().map(Capacity::from).unwrap_or_default(),
             pools: declared_pools(&hello.pools)?,
             instances,
             labels: host_labels(hello.labels)?,
-            cluster_id: hello.cluster_id,
+            cluster_id: optional("cluster_id", hello.cluster_id)?,
             highest_revision: hello.highest_revision,
             highest_term: Term(hello.highest_term),
-            latest: hello.latest,
+            latest: hello.latest.map(moment).transpose()?,
             quarantine,
         })
     }
 }
 
+/// What others read in a condition or a log.
 fn bounded(what: &str, value: String) -> Result<String, InvalidHello> {
-    if (1..=64).contains(&value.len()) { Ok(value) } else { Err(invalid(format!("{what} must have 1 to 64 bytes"))) }
+    let is_plain = value.bytes().all(|byte| byte.is_ascii_graphic());
+    if (1..=64).contains(&value.len()) && is_plain {
+        return Ok(value);
+    }
+    Err(invalid(format!("{what} must have 1 to 64 visible characters of ASCII")))
+}
+
+fn optional(what: &str, value: String) -> Result<String, InvalidHello> {
+    if value.is_empty() { Ok(value) } else { bounded(what, value) }
+}
+
+fn moment(moment: v1::Moment) -> Result<v1::Moment, InvalidHello> {
+    Ok(v1::Moment { leadership: optional("latest.leadership", moment.leadership)?, ..moment })
 }
 
 fn running(instance: &v1::Instance) -> Result<Running, InvalidHello> {
@@ -107,7 +120,7 @@ fn running(instance: &v1::Instance) -> Result<Running, InvalidHello> {
         workspace_uid: instance
             .workspace_uid
             .parse::<ObjectUid>()
-            .map_err(|error| invalid(format!("workspace_uid of {}: {error}", instance.instance_id)))?
+            .map_err(|error| invalid(format!("workspace_uid of an Instance: {error}")))?
             .into(),
         ended: instance.state() == v1::InstanceState::Ended,
     })
@@ -160,7 +173,8 @@ fn host_labels(labels: std::collections::HashMap<String, String>) -> Result<BTre
         .filter(|(key, _)| !is_reserved(key))
         .map(|(key, value)| {
             if key.is_empty() || key.len() > 317 || value.len() > 63 {
-                return Err(invalid(format!("label {key:?} is no Kubernetes label")));
+                let shown: String = key.chars().take(317).collect();
+                return Err(invalid(format!("label {shown:?} is no Kubernetes label")));
             }
             Ok((key, value))
         })

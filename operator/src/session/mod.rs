@@ -3,6 +3,7 @@
 mod enroll;
 mod hello;
 pub mod hooks;
+mod inbound;
 mod lanes;
 pub(crate) mod live;
 mod open;
@@ -11,6 +12,7 @@ mod serve;
 mod server;
 mod service_account;
 
+pub(crate) use inbound::Pace;
 pub use live::{Capacity, DeclaredPool, Settings};
 pub(crate) use open::spares_unknown;
 pub use open::{Leading, revision_of};

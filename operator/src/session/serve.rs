@@ -1,6 +1,9 @@
 //! One session from its first message to its end.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use kibo_crds::{Incarnation, InstanceId};
 use kibo_protocol::v1::{self, FromNode, SessionRefusal, ToNode, from_node, to_node};
@@ -11,6 +14,7 @@ use tonic::{Status, Streaming};
 use super::{
     hello::{Hello, Running, declared_pools},
     hooks::Absence,
+    inbound::{Pace, bound, one_line},
     lanes,
     live::{OfferAnswer, Session},
     open::{Leading, Opened, Opening, Refusal, open, read_node},
@@ -23,6 +27,9 @@ const CONFIRMED_WITHIN: Duration = Duration::from_secs(5);
 const INVENTORY_WITHIN: Duration = Duration::from_secs(60);
 /// Events that wait to be taken in; the node keeps them all until they are acked.
 const EVENT_QUEUE: usize = 4096;
+/// Messages of one node, on the average of many; beyond it the node's stream is read slowly.
+const MESSAGE_EVERY: Duration = Duration::from_millis(4);
+const MESSAGES_AT_ONCE: u32 = 2000;
 /// Attempts to compute the desired set before the session is given up.
 const DESIRED_ATTEMPTS: u32 = 5;
 
@@ -98,7 +105,7 @@ async fn take_inventory(
                 return Err("the node has seen something in between: it is asked again".to_owned());
             }
             if !inventory.problem.is_empty() {
-                return Err(format!("the node cannot say what it has: {}", inventory.problem));
+                return Err(format!("the node cannot say what it has: {}", one_line(&inventory.problem)));
             }
             Ok(inventory)
         }
@@ -169,7 +176,9 @@ async fn read(leading: &Arc<Leading>, session: &Arc<Session>, mut inbound: Strea
     // Not all nodes in the same moment, when one change of the policy went unconfirmed.
     let confirmed_within = CONFIRMED_WITHIN + Duration::from_millis(rand::rng().random_range(0..1000));
     let mut tick = tokio::time::interval(Duration::from_secs(1));
+    let mut pace = Pace::new(MESSAGE_EVERY, MESSAGES_AT_ONCE, Instant::now());
     loop {
+        let wait = pace.wait(Instant::now());
         tokio::select! {
             () = session.over.cancelled() => return,
             () = ctx.stop.cancelled() => {
@@ -183,11 +192,13 @@ async fn read(leading: &Arc<Leading>, session: &Arc<Session>, mut inbound: Strea
                     return;
                 }
             }
-            message = inbound.message() => match message {
-                Ok(Some(FromNode { message: Some(message) })) => {
+            message = paced(wait, &mut inbound) => match message {
+                Ok(Some(FromNode { message: Some(mut message) })) => {
+                    pace.count(Instant::now());
                     if !ctx.registry.is_current(session) {
                         return;
                     }
+                    bound(&mut message);
                     handle(leading, session, &events, message).await;
                 }
                 Ok(Some(FromNode { message: None })) => {
@@ -201,6 +212,15 @@ async fn read(leading: &Arc<Leading>, session: &Arc<Session>, mut inbound: Strea
             }
         }
     }
+}
+
+/// The next message, not before its time: a node that talks without end waits for its own words.
+async fn paced(wait: Duration, inbound: &mut Streaming<FromNode>) -> Result<Option<FromNode>, Status> {
+    // A sleep of nothing would still take up to a millisecond.
+    if !wait.is_zero() {
+        tokio::time::sleep(wait).await;
+    }
+    inbound.message().await
 }
 
 async fn handle(

@@ -26,6 +26,7 @@ use tonic::{
 use super::{
     enroll,
     hello::Hello,
+    inbound::one_line,
     open::{Leading, Refusal},
     serve::{self, Wire},
     service_account::Policy,
@@ -127,21 +128,26 @@ impl SessionServer {
         Ok(async move { Ok(router.serve_with_incoming_shutdown(incoming, stop.cancelled_owned()).await?) })
     }
 
-    async fn run(self, mut inbound: Streaming<FromNode>, wire: Wire) {
+    async fn run(self, peer: Option<SocketAddr>, mut inbound: Streaming<FromNode>, wire: Wire) {
         let term = self.observed_term.load(Ordering::Relaxed);
         let first = tokio::time::timeout(FIRST_MESSAGE_WITHIN, inbound.message()).await;
         let hello = match first {
             Ok(Ok(Some(FromNode { message: Some(from_node::Message::Hello(hello)) }))) => hello,
-            Ok(Ok(None) | Err(_)) => return,
-            Ok(Ok(Some(_))) | Err(_) => {
-                let message = "the first message of a session must be a hello, within 5 s";
+            // Whoever opens a session and leaves has said nothing to answer.
+            Ok(Ok(None)) => return,
+            other => {
+                let message = match other {
+                    Ok(Err(status)) => format!("the first message cannot be read: {}", one_line(status.message())),
+                    _ => "the first message of a session must be a hello, within 5 s".to_owned(),
+                };
+                tracing::warn!(?peer, message, "session refused");
                 return serve::refuse(&wire, term, Refusal::new(SessionRefusal::InvalidHello, message)).await;
             }
         };
         let hello = match Hello::try_from(hello) {
             Ok(hello) => hello,
             Err(error) => {
-                tracing::warn!(%error, "session refused");
+                tracing::warn!(?peer, %error, "session refused");
                 let refusal = Refusal::new(SessionRefusal::InvalidHello, error.to_string());
                 return serve::refuse(&wire, term, refusal).await;
             }
@@ -172,7 +178,8 @@ impl NodeControl for SessionServer {
 
     async fn session(&self, request: Request<Streaming<FromNode>>) -> Result<Response<Self::SessionStream>, Status> {
         let (wire, outbound) = mpsc::channel(WIRE);
-        tokio::spawn(self.clone().run(request.into_inner(), wire));
+        let peer = request.remote_addr();
+        tokio::spawn(self.clone().run(peer, request.into_inner(), wire));
         Ok(Response::new(Box::pin(ReceiverStream::new(outbound))))
     }
 
