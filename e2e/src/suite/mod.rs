@@ -8,6 +8,7 @@ pub mod failpoints;
 pub mod host;
 pub mod outside;
 mod place;
+pub mod played;
 pub mod program;
 pub mod proxy;
 pub mod replica;
