@@ -25,6 +25,8 @@ pub enum ConditionType {
     MemoryTight,
     /// A second host speaks with this node's identity.
     DuplicateHost,
+    /// Its current incarnation was declared dead, and what it held is free.
+    Isolated,
     /// The node is ahead of this control plane, which was put back to an older state.
     Quarantined,
     /// Instances run there whose Workspaces this control plane does not know.

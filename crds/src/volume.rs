@@ -24,6 +24,7 @@ use crate::{
     status = "VolumeStatus",
     derive = "PartialEq",
     selectable = ".status.phase",
+    selectable = ".status.holder.node",
     printcolumn(name = "Status", type_ = "string", json_path = ".status.phase"),
     printcolumn(name = "Size", type_ = "string", json_path = ".spec.size"),
     printcolumn(name = "Pool", type_ = "string", json_path = ".status.pool"),

@@ -30,6 +30,7 @@ use crate::{
     selectable = ".status.phase",
     selectable = ".status.execution.node",
     selectable = ".status.execution.instanceId",
+    selectable = ".status.holder.node",
     printcolumn(name = "State", type_ = "string", json_path = ".status.phase"),
     printcolumn(name = "Reason", type_ = "string", json_path = ".status.reason"),
     printcolumn(name = "Template", type_ = "string", json_path = ".spec.template"),

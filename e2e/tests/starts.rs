@@ -202,7 +202,7 @@ async fn an_isolation_frees_what_its_node_held(place: Arc<Place>) -> Result<()> 
     place.power("box", json!({ "state": "Stopped", "requestId": "stop" })).await?;
     let waits = |it: &Workspace| condition(it, "NodeReachable").is_some_and(|it| it.reason == "NodeUnreachable");
     let waiting = place.workspace("box", "says what its stop waits for", SOON, waits).await?;
-    ensure!(why(&waiting).contains("kubectl patch nodes.kibotos.dev isolate-1 "), "{}", why(&waiting));
+    ensure!(why(&waiting).contains("`kibo node isolate isolate-1 --confirm-host-cannot-write`"), "{}", why(&waiting));
     let isolation = json!({ "spec": { "isolation": { "incarnation": 1, "confirmHostCannotWrite": true } } });
     place.all::<Node>().patch("isolate-1", &PatchParams::default(), &Patch::Merge(isolation)).await?;
     let failed = place.phase("box", WorkspacePhase::Failed, SOON).await?;

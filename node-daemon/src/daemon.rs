@@ -78,6 +78,7 @@ async fn serve(config: Arc<Config>) -> anyhow::Result<Outcome> {
     tracing::info!(node = %id, version = kibo_protocol::RELEASE, accelerator = %config.vmm.accelerator, "starting");
 
     let pools = Arc::new(Pools::open(&config.storage_pools, &id).context("failed to watch the storage pools")?);
+    pools.live(state.get().life.map(|life| life.incarnation));
     let spool = Arc::new(EventSpool::open(&config.spool_dir())?);
     let vmm = Vmm::open(config.vmm.clone(), id.clone(), config.state_dir.clone(), Vmm::own_program())?;
     let network = open_network(&config, &id).await?;

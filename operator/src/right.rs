@@ -12,16 +12,14 @@ use kibo_crds::{
 };
 use kibo_protocol::v1;
 
-use crate::node::Void;
+use crate::node::{Void, isolation};
 
 /// What to do about a node that holds `object` and cannot be asked, for people.
-pub fn waits_for(object: &str, node: &NodeId, incarnation: Incarnation) -> String {
-    let isolation =
-        format!(r#"{{"spec":{{"isolation":{{"incarnation":{incarnation},"confirmHostCannotWrite":true}}}}}}"#);
+pub fn waits_for(object: &str, node: &NodeId) -> String {
     format!(
         "waits for node {node}, which holds {object} and has no control session: bring the host back, or, when it is \
-         off or cannot write to its storage any more, isolate it with `kubectl patch nodes.kibotos.dev {node} \
-         --type=merge -p '{isolation}'`"
+         off or cannot write to its storage any more, isolate it with {}",
+        isolation::command(node)
     )
 }
 

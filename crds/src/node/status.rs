@@ -148,7 +148,7 @@ pub struct IsolationResult {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request_id: Option<CommandId>,
     pub state: IsolationState,
-    /// With Refused: who has seen the host write, where and when.
+    /// What other members of its storage pools saw of the host: with Refused, who has seen it write, where and when.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 1024))]
     pub evidence: Option<String>,

@@ -7,6 +7,7 @@
 //!
 //! Every operation here waits for the file system: call it on a thread that may block.
 
+mod fence;
 mod image;
 mod lock;
 mod marker;
@@ -23,9 +24,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use kibo_crds::{Bytes, Epoch, NodeId, ObjectUid, PoolId};
+use kibo_crds::{Bytes, Epoch, Incarnation, NodeId, ObjectUid, PoolId};
 use kibo_protocol::v1;
 
+pub use fence::{Beat, FenceError};
 pub use image::{ImageError, ensure as ensure_image, open as open_image};
 pub use marker::{Marker, MarkerError, init, read as read_marker};
 pub use records::{Conflict, LastTaken};
@@ -36,7 +38,10 @@ use lock::Locks;
 use status::StatusWatch;
 
 /// The pools of this node.
-pub struct Pools(BTreeMap<PoolId, Pool>);
+pub struct Pools {
+    pools: BTreeMap<PoolId, Pool>,
+    life: fence::Life,
+}
 
 /// One pool. Two operations never run on one object at once.
 pub struct Pool {
@@ -47,6 +52,7 @@ pub struct Pool {
     /// Of the marker that this daemon has seen first.
     uid: std::sync::OnceLock<String>,
     status: StatusWatch,
+    _heart: fence::Heart,
     locks: Locks,
 }
 
@@ -87,6 +93,8 @@ pub enum PoolError {
     InUse(ObjectUid),
     #[error("failed to list the objects of the pool {pool}: {source}")]
     List { pool: PoolId, source: io::Error },
+    #[error(transparent)]
+    Fence(FenceError),
     #[error("failed to {action} of object {uid} in the pool {pool}: {source}")]
     Io { action: &'static str, uid: ObjectUid, pool: PoolId, source: io::Error },
 }
@@ -135,7 +143,9 @@ impl TakeError {
 impl Pools {
     /// Starts to watch every pool. One that is not there now may come later.
     pub fn open(configs: &[PoolConfig], node: &NodeId) -> io::Result<Self> {
+        let life = fence::Life::default();
         let open = |config: &PoolConfig| {
+            let heart = fence::Heart::start(config.id.clone(), config.path.clone(), node.clone(), life.clone())?;
             let status = StatusWatch::start(config.id.clone(), config.path.clone(), node.clone())?;
             let pool = Pool {
                 id: config.id.clone(),
@@ -144,6 +154,7 @@ impl Pools {
                 node: node.clone(),
                 uid: std::sync::OnceLock::new(),
                 status,
+                _heart: heart,
                 locks: Locks::default(),
             };
             if let Some(problem) = pool.status().problem {
@@ -151,15 +162,21 @@ impl Pools {
             }
             Ok((config.id.clone(), pool))
         };
-        configs.iter().map(open).collect::<io::Result<_>>().map(Self)
+        let pools = configs.iter().map(open).collect::<io::Result<_>>()?;
+        Ok(Self { pools, life })
+    }
+
+    /// From now on this node's fence files say that it lives this life.
+    pub fn live(&self, incarnation: Option<Incarnation>) {
+        self.life.set(incarnation);
     }
 
     pub fn get(&self, id: &PoolId) -> Result<&Pool, PoolError> {
-        self.0.get(id).ok_or_else(|| PoolError::Unknown(id.clone()))
+        self.pools.get(id).ok_or_else(|| PoolError::Unknown(id.clone()))
     }
 
     pub fn iter(&self) -> impl Iterator<Item = &Pool> {
-        self.0.values()
+        self.pools.values()
     }
 }
 
@@ -204,6 +221,12 @@ impl Pool {
             return Err(unavailable(MarkerError::OtherUid { path, expected, found }));
         }
         Ok(())
+    }
+
+    /// What another node's fence file says now; `None`: it has none here.
+    pub fn look_at_fence(&self, node: &NodeId) -> Result<Option<Beat>, PoolError> {
+        self.verify()?;
+        fence::read(&self.path, node).map_err(PoolError::Fence)
     }
 
     /// Whether other nodes use this pool too.

@@ -29,7 +29,7 @@ impl Setup {
     /// The pool as this node sees it, opened anew: as after a restart of its daemon.
     fn on(&self, node: &str) -> Pool {
         let config = PoolConfig { id: "p".parse().unwrap(), path: self.dir.path().to_owned(), default: true };
-        Pools::open(&[config], &node.parse().unwrap()).unwrap().0.into_values().next().unwrap()
+        Pools::open(&[config], &node.parse().unwrap()).unwrap().pools.into_values().next().unwrap()
     }
 
     fn object_dir(&self) -> PathBuf {

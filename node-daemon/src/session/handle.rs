@@ -6,7 +6,7 @@
 use std::{collections::HashMap, sync::Arc};
 
 use kibo_crds::{Incarnation, InstanceId};
-use kibo_protocol::v1::{self, from_node, to_node::Message};
+use kibo_protocol::v1::{self, fence_seen, from_node, to_node::Message};
 use tokio_util::sync::CancellationToken;
 
 use super::{
@@ -24,7 +24,7 @@ use crate::{
     clock::BootTime,
     instance::StopMode,
     launch::{GrantedObject, InvalidMessage, Launch, LaunchRequest, Taker, instance_id},
-    pool::PoolError,
+    pool::{Beat, PoolError, Pools},
 };
 
 pub struct Handler<I> {
@@ -166,13 +166,14 @@ impl<I: InstanceControl> Handler<I> {
                 self.object(confirm.command_id, confirm.object.as_ref(), Command::ConfirmNotTaken);
             }
             Some(Message::OpenStream(open)) => self.open_stream(open),
+            Some(Message::LookAtFence(look)) => self.look_at_fence(look),
             Some(Message::CloseStream(close)) => {
                 if let Some(stream) = self.streams.remove(&close.stream_id) {
                     stream.cancel();
                 }
             }
             // Of a newer operator: it knows from the version that this node cannot do it.
-            Some(Message::ClockProbe(_) | Message::LookAtFence(_)) | None => {
+            Some(Message::ClockProbe(_)) | None => {
                 tracing::debug!("a message of an unknown kind is ignored")
             }
         }
@@ -300,6 +301,22 @@ impl<I: InstanceControl> Handler<I> {
         });
     }
 
+    /// On a thread of its own: a pool may hang.
+    fn look_at_fence(&self, look: v1::LookAtFence) {
+        let (node, outbox) = (Arc::clone(&self.node), self.outbox.clone());
+        tokio::task::spawn_blocking(move || {
+            let result = match seen(&node.pools, &look) {
+                Ok(Some(beat)) => fence_seen::Result::File(v1::FenceFile {
+                    incarnation: beat.incarnation.unwrap_or_default().0,
+                    heartbeat: beat.heartbeat,
+                }),
+                Ok(None) => fence_seen::Result::Missing(true),
+                Err(problem) => fence_seen::Result::Problem(problem),
+            };
+            outbox.send(from_node::Message::FenceSeen(v1::FenceSeen { look_id: look.look_id, result: Some(result) }));
+        });
+    }
+
     fn open_stream(&mut self, open: v1::OpenStream) {
         self.streams.retain(|_, stream| !stream.is_cancelled());
         let cancel = self.closed.child_token();
@@ -313,6 +330,12 @@ impl<I: InstanceControl> Handler<I> {
         };
         stream.spawn(open);
     }
+}
+
+fn seen(pools: &Pools, look: &v1::LookAtFence) -> Result<Option<Beat>, String> {
+    let pool = look.pool.parse().map_err(|error| format!("{error}"))?;
+    let node = look.node_id.parse().map_err(|error| format!("{error}"))?;
+    pools.get(&pool).and_then(|pool| pool.look_at_fence(&node)).map_err(|error| error.to_string())
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -339,7 +362,7 @@ fn object_result(
                 PoolError::Unknown(_) | PoolError::Unavailable { .. } => v1::ObjectFailure::PoolUnavailable,
                 PoolError::Conflict { .. } => v1::ObjectFailure::HolderConflict,
                 PoolError::InUse(_) | PoolError::Busy(_) => v1::ObjectFailure::InUse,
-                PoolError::List { .. } | PoolError::Io { .. } => v1::ObjectFailure::Io,
+                PoolError::List { .. } | PoolError::Fence(_) | PoolError::Io { .. } => v1::ObjectFailure::Io,
             };
             v1::ObjectResult { ok: false, failure: failure.into(), message: error.to_string(), ..answer }
         }

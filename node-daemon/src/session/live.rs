@@ -141,6 +141,7 @@ fn accept<I: InstanceControl>(
     accepted.highest_term = kibo_crds::Term(first.term);
     node.state.update(|record| *record = accepted).map_err(|error| End::Local(error.to_string()))?;
     let incarnation = kibo_crds::Incarnation(ack.incarnation);
+    node.pools.live(Some(incarnation));
     tracing::info!(
         session = ack.session_id,
         %incarnation,

@@ -84,5 +84,6 @@ impl<I: InstanceControl> Node<I> {
         if let Err(error) = self.state.update(|record| record.life = None) {
             tracing::error!(%error, "failed to forget the incarnation; the next session is refused again");
         }
+        self.pools.live(None);
     }
 }

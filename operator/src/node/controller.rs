@@ -7,7 +7,10 @@ use std::{
 };
 
 use futures::{StreamExt as _, stream};
-use kibo_crds::{ConditionType, Node, NodeId, OvercommitPolicy, node::NodeStatus};
+use kibo_crds::{
+    ConditionType, Node, NodeId, OvercommitPolicy,
+    node::{Admission, NodeStatus},
+};
 use kibo_protocol::v1::SessionRefusal;
 use kube::{
     Api, Resource as _,
@@ -23,7 +26,7 @@ use kube::{
 use tokio::sync::broadcast;
 
 use super::{
-    Facts,
+    Facts, isolation,
     settings::effective,
     status::{Observed, compute, is_worth_a_write},
 };
@@ -51,6 +54,7 @@ pub struct NodeControl {
     pub ctx: Ctx,
     pub usage: Arc<dyn Usage>,
     began: Instant,
+    pub(super) isolating: isolation::Running,
     written: Mutex<HashMap<NodeId, Written>>,
 }
 
@@ -62,7 +66,8 @@ struct Written {
 
 impl NodeControl {
     pub fn new(ctx: Ctx, usage: Arc<dyn Usage>) -> Self {
-        Self { ctx, usage, began: Instant::now(), written: Mutex::default() }
+        let isolating = isolation::Running::default();
+        Self { ctx, usage, began: Instant::now(), isolating, written: Mutex::default() }
     }
 
     pub fn api(&self) -> Api<Node> {
@@ -205,7 +210,8 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
         return Ok(Action::await_change());
     };
     control.ctx.nodes.observe(&node);
-    steer(&id, &node, &control);
+    steer(&id, &node, &control).await;
+    isolation::ensure(&control, &id, &node);
     let declared = node.status.iter().flat_map(|status| &status.pools).map(|pool| &pool.id);
     if let Err(error) = storage_pool::ensure(&control.ctx, declared).await {
         tracing::warn!(%error, "failed to register a storage pool, trying again");
@@ -230,11 +236,12 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
 }
 
 /// Brings what the spec asks for to the live session.
-fn steer(id: &NodeId, node: &Node, control: &NodeControl) {
+async fn steer(id: &NodeId, node: &Node, control: &NodeControl) {
     let Some(session) = control.ctx.registry.get(id) else { return };
-    if Facts::of(node).retired {
+    if let Some((reason, message)) = banished(node) {
+        kibo_failpoint::reach("before-banishment").await;
         control.ctx.registry.remove(&session);
-        session.end(SessionRefusal::Retired, "this node is retired for ever: use a new node id for this host");
+        session.end(reason, message);
         return;
     }
     if session.spares_unknown && !spares_unknown(node) {
@@ -253,6 +260,16 @@ fn steer(id: &NodeId, node: &Node, control: &NodeControl) {
         tracing::info!(node = %id, drain = wanted.drain, cpu = %wanted.cpu, memory = %wanted.memory, "settings sent");
         control.ctx.registry.notify();
     }
+}
+
+/// Whether the registration has ended, and what the host is told then.
+pub fn banished(node: &Node) -> Option<(SessionRefusal, &'static str)> {
+    if Facts::of(node).retired {
+        return Some((SessionRefusal::Retired, "this node is retired for ever: use a new node id for this host"));
+    }
+    let is_revoked = node.status.as_ref().and_then(|status| status.admission) == Some(Admission::Revoked);
+    (is_revoked || node.spec.revocation.is_some())
+        .then_some((SessionRefusal::Revoked, "the enrollment of this node was revoked: an admin may issue a new one"))
 }
 
 /// Whether nothing but the allocation differs, and what the node says of it.

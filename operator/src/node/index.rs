@@ -11,12 +11,14 @@ use std::{
 use kibo_crds::{Incarnation, Node, NodeId, node::Admission};
 use tokio::sync::broadcast;
 
+use super::isolation;
+
 /// What is known of one Node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Facts {
     /// The newest incarnation; absent before the first session.
     pub incarnation: Option<Incarnation>,
-    /// The highest incarnation that was declared dead; counts from the commit of the spec.
+    /// The highest incarnation whose isolation was decided; see [`super::isolation`].
     pub isolated: Option<Incarnation>,
     pub retired: bool,
 }
@@ -37,12 +39,7 @@ impl Facts {
         let status = node.status.as_ref();
         Self {
             incarnation: status.and_then(|s| s.incarnation),
-            isolated: node
-                .spec
-                .isolation
-                .as_ref()
-                .map(|i| i.incarnation)
-                .max(status.and_then(|s| s.isolation.as_ref()).map(|i| i.incarnation)),
+            isolated: isolation::carried_out(node),
             retired: node.spec.retirement.is_some() || status.and_then(|s| s.admission) == Some(Admission::Retired),
         }
     }

@@ -3,11 +3,12 @@
 mod commands;
 mod controller;
 mod index;
+pub(crate) mod isolation;
 mod settings;
 mod status;
 
-pub(crate) use controller::log_watch_error;
 pub use controller::{NodeControl, load, run};
+pub(crate) use controller::{banished, log_watch_error};
 pub use index::{Facts, NodeIndex, Void};
 pub use settings::effective as effective_settings;
 pub use status::{Live, Observed, Refused, Reported, compute as compute_status};

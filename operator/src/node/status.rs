@@ -11,7 +11,7 @@ use kibo_crds::{
     set_condition,
 };
 
-use super::Facts;
+use super::isolation::{self, Fence};
 use crate::session::{Capacity, DeclaredPool, Settings, hooks::NodeUsage};
 
 /// A report may be as old as this before the status is written for its time alone.
@@ -76,8 +76,10 @@ pub fn compute(observed: &Observed<'_>) -> NodeStatus {
     session(&mut status, observed);
     quarantine(&mut status, observed);
     amounts(&mut status, observed);
-    let facts = Facts::of(node);
-    let isolated = status.incarnation.is_some_and(|current| facts.isolated.is_some_and(|isolated| isolated >= current));
+    let isolated = match isolation::fence(node) {
+        Fence::Undecided(isolated) | Fence::Closed(isolated) => status.incarnation <= Some(isolated),
+        Fence::Open => false,
+    };
     let drain = drain(observed);
     let phase = phase(&status, isolated, observed, drain);
     status.phase = Some(phase);
@@ -90,6 +92,7 @@ fn admission(node: &Node) -> Admission {
     let stored = node.status.as_ref().and_then(|status| status.admission);
     match stored {
         _ if node.spec.retirement.is_some() => Admission::Retired,
+        _ if node.spec.revocation.is_some() => Admission::Revoked,
         Some(stored) => stored,
         None => Admission::Pending,
     }
@@ -227,6 +230,9 @@ fn conditions(status: &mut NodeStatus, observed: &Observed<'_>, phase: NodePhase
             set(ConditionType::DuplicateHost, Some(false), "OneHost", "one host speaks with this identity");
         }
         None => {}
+    }
+    if let Some((value, reason, message)) = isolation::verdict(observed.node) {
+        set(ConditionType::Isolated, value, reason, &message);
     }
     adoption_conditions(status, observed);
 }

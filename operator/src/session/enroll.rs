@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     guarded::WriteError,
-    node::{Facts, compute_status},
+    node::{Facts, compute_status, isolation},
 };
 
 /// Two hosts with one token are the only ones that meet here.
@@ -44,8 +44,7 @@ pub enum Refusal {
     SessionLive(NodeId),
     #[error(
         "node {0} has lived, and another host may still run what it held: when that host is off or cannot write to its \
-         storage any more, isolate it with `kubectl patch nodes.kibotos.dev {0} --type=merge -p \
-         '{{\"spec\":{{\"isolation\":{{\"incarnation\":{1},\"confirmHostCannotWrite\":true}}}}}}'`, then enroll again"
+         storage any more, isolate incarnation {1} with {command}, then enroll again", command = isolation::command(.0)
     )]
     NotIsolated(NodeId, Incarnation),
 }

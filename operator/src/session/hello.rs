@@ -2,15 +2,18 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kibo_crds::{
-    Bytes, Incarnation, InstanceId, Node, NodeId, ObjectUid, PoolId, Term,
-    node::{Admission, AdoptionAction},
-};
+use kibo_crds::{Bytes, Incarnation, InstanceId, Node, NodeId, ObjectUid, PoolId, Term, node::AdoptionAction};
 use kibo_protocol::{NodeKey, SecretHash, quarantine_id, v1};
 use v1::SessionRefusal as Refusal;
 
 use super::live::{Capacity, DeclaredPool};
-use crate::{leader::History, node::Facts};
+use crate::{
+    leader::History,
+    node::{
+        Facts, banished,
+        isolation::{self, Fence},
+    },
+};
 
 /// Labels that say something about Kubernetes or Kibotos itself are not the host's to give.
 const RESERVED_LABELS: [&str; 3] = ["kibotos.dev/", "kubernetes.io/", "k8s.io/"];
@@ -213,6 +216,8 @@ pub enum Decision {
     },
     /// An admin ordered what becomes of a node that is ahead: first it says what it has.
     TakeInventory,
+    /// An isolation is ordered, and whether it is carried out is known in some seconds.
+    AwaitIsolation,
     Admit {
         incarnation: Incarnation,
         minted: bool,
@@ -238,21 +243,22 @@ pub fn decide(hello: &Hello, observed: Observed<'_>) -> Decision {
         );
     }
     let facts = Facts::of(node);
-    if let Some(isolated) = facts.isolated
-        && hello.incarnation.is_some_and(|incarnation| incarnation <= isolated)
-    {
-        return refuse(
-            Refusal::Isolated,
-            format!(
-                "incarnation {isolated} of this node was isolated: destroy all Instances and come back without an incarnation"
-            ),
-        );
+    match isolation::fence(node) {
+        Fence::Closed(isolated) if hello.incarnation.is_some_and(|incarnation| incarnation <= isolated) => {
+            return refuse(
+                Refusal::Isolated,
+                format!(
+                    "incarnation {isolated} of this node was isolated: destroy all Instances and come back without an incarnation"
+                ),
+            );
+        }
+        Fence::Undecided(ordered) if hello.incarnation.is_none_or(|incarnation| incarnation <= ordered) => {
+            return Decision::AwaitIsolation;
+        }
+        Fence::Open | Fence::Undecided(_) | Fence::Closed(_) => {}
     }
-    if facts.retired {
-        return refuse(Refusal::Retired, "this node is retired for ever: use a new node id for this host");
-    }
-    if node.status.as_ref().and_then(|status| status.admission) == Some(Admission::Revoked) {
-        return refuse(Refusal::Revoked, "the enrollment of this node was revoked");
+    if let Some((reason, message)) = banished(node) {
+        return refuse(reason, message);
     }
     match went_back(hello, observed, facts) {
         Some(message) => ahead(node, hello, observed, facts, message),
@@ -360,7 +366,9 @@ fn session_of(
 
 #[cfg(test)]
 mod tests {
-    use kibo_crds::node::{Isolation, NodeSpec, NodeStatus, Retirement};
+    use kibo_crds::node::{
+        Admission, Isolation, IsolationResult, IsolationState, NodeSpec, NodeStatus, Retirement, Revocation,
+    };
 
     use super::*;
 
@@ -379,6 +387,7 @@ mod tests {
             request_id: None,
         });
         node.status = Some(NodeStatus {
+            isolation: isolated.map(|incarnation| finished(incarnation, IsolationState::Finished)),
             admission: Some(Admission::Admitted),
             key_hash: Some(key(1).hash().to_string()),
             incarnation: incarnation.map(Incarnation),
@@ -386,6 +395,20 @@ mod tests {
         });
         change(&mut node);
         node
+    }
+
+    fn finished(incarnation: u64, state: IsolationState) -> IsolationResult {
+        IsolationResult {
+            incarnation: Incarnation(incarnation),
+            request_id: None,
+            state,
+            evidence: None,
+            released_volumes: None,
+            released_layers: None,
+            failed_workspaces: None,
+            started_at: None,
+            finished_at: None,
+        }
     }
 
     fn hello(incarnation: Option<u64>, change: impl FnOnce(&mut v1::Hello)) -> Hello {
@@ -417,7 +440,7 @@ mod tests {
     fn reason(decision: &Decision) -> Option<Refusal> {
         match decision {
             Decision::Refuse { reason, .. } => Some(*reason),
-            Decision::TakeInventory | Decision::Admit { .. } => None,
+            Decision::TakeInventory | Decision::AwaitIsolation | Decision::Admit { .. } => None,
         }
     }
 
@@ -442,6 +465,7 @@ mod tests {
         type Change = fn(&mut Node);
         let retired: Change = |node| node.spec.retirement = Some(Retirement::default());
         let revoked: Change = |node| node.status.as_mut().unwrap().admission = Some(Admission::Revoked);
+        let being_revoked: Change = |node| node.spec.revocation = Some(Revocation::default());
         let both: Change = |node| {
             node.spec.retirement = Some(Retirement::default());
             node.status.as_mut().unwrap().admission = Some(Admission::Revoked);
@@ -455,6 +479,8 @@ mod tests {
             (Some(3), retired, None, false, Refusal::Retired),
             (None, both, Some(3), false, Refusal::Retired),
             (None, revoked, Some(3), false, Refusal::Revoked),
+            (None, being_revoked, Some(3), false, Refusal::Revoked),
+            (Some(3), being_revoked, Some(3), false, Refusal::Isolated),
             // An older life that nobody isolated: the node was set back to an older state.
             (None, nothing, Some(2), false, Refusal::Isolated),
         ] {
@@ -473,6 +499,25 @@ mod tests {
     fn an_isolation_ends_with_the_next_incarnation() {
         let node = node(Some(3), Some(3), |_| {});
         assert_eq!(decide(&hello(None, |_| {}), observed(Some(&node))), admitted(4, true, false));
+    }
+
+    #[test]
+    fn nobody_comes_in_before_it_is_known_whether_an_isolation_is_carried_out() {
+        use IsolationState::{InProgress, Refused};
+        for (came, asked, expected) in [
+            (None, Some(3), Decision::AwaitIsolation),
+            (None, Some(2), Decision::AwaitIsolation),
+            // The counts are of one life: the next begins when they are stored.
+            (None, None, Decision::AwaitIsolation),
+            (Some(InProgress), Some(3), Decision::AwaitIsolation),
+            (Some(Refused), Some(3), admitted(3, false, false)),
+            (Some(Refused), None, admitted(4, true, false)),
+        ] {
+            let node = node(Some(3), Some(3), |node| {
+                node.status.as_mut().unwrap().isolation = came.map(|state| finished(3, state));
+            });
+            assert_eq!(decide(&hello(asked, |_| {}), observed(Some(&node))), expected, "{came:?} {asked:?}");
+        }
     }
 
     #[test]

@@ -134,6 +134,7 @@ pub struct Session {
     ending: Mutex<Option<Ending>>,
     offers: Mutex<HashMap<String, oneshot::Sender<OfferAnswer>>>,
     commands: Mutex<HashMap<String, oneshot::Sender<v1::ObjectResult>>>,
+    looks: Mutex<HashMap<String, oneshot::Sender<v1::FenceSeen>>>,
 }
 
 /// Everything that a session is made from.
@@ -205,6 +206,7 @@ impl Session {
             ending: Mutex::default(),
             offers: Mutex::default(),
             commands: Mutex::default(),
+            looks: Mutex::default(),
         };
         (session, queue)
     }
@@ -266,6 +268,7 @@ impl Session {
         self.over.cancel();
         lock(&self.offers).clear();
         lock(&self.commands).clear();
+        lock(&self.looks).clear();
     }
 
     pub fn ending(&self) -> Option<Ending> {
@@ -299,6 +302,20 @@ impl Session {
 
     pub fn forget_command(&self, command_id: &str) {
         lock(&self.commands).remove(command_id);
+    }
+
+    pub fn expect_look(&self, look_id: &str) -> oneshot::Receiver<v1::FenceSeen> {
+        let (answer, receiver) = oneshot::channel();
+        lock(&self.looks).insert(look_id.to_owned(), answer);
+        receiver
+    }
+
+    pub fn answer_look(&self, seen: v1::FenceSeen) -> bool {
+        lock(&self.looks).remove(&seen.look_id).is_some_and(|waiting| waiting.send(seen).is_ok())
+    }
+
+    pub fn forget_look(&self, look_id: &str) {
+        lock(&self.looks).remove(look_id);
     }
 
     /// Puts the labels of the Node over those of its host. Returns whether anything changed.

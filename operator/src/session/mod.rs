@@ -14,8 +14,8 @@ mod service_account;
 
 pub(crate) use inbound::Pace;
 pub use live::{Capacity, DeclaredPool, Settings};
-pub(crate) use open::spares_unknown;
 pub use open::{Leading, revision_of};
+pub(crate) use open::{read_node, spares_unknown};
 pub use registry::{Accepted, CommandFailure, NoSession, NodeSnapshot, ObjectCommand, OfferFailure, Registry};
 pub use server::{ServerError, SessionServer};
 pub use service_account::{HostLabel, Policy as EnrollmentPolicy, ServiceAccount};

@@ -1,6 +1,9 @@
 //! Opens sessions: reads, decides, commits, and only then enters the session into the registry.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use kibo_crds::{
     Incarnation, Node, NodeId,
@@ -27,6 +30,9 @@ const READ_WITHIN: Duration = Duration::from_secs(10);
 const UNKNOWN_LISTED: usize = 32;
 /// Attempts to commit a session while others write the Node.
 const ATTEMPTS: usize = 8;
+/// Whether an isolation is carried out is decided sooner, and a host waits longer for the answer to its Hello.
+const ISOLATION_DECIDED_WITHIN: Duration = Duration::from_secs(20);
+const ISOLATION_LOOK: Duration = Duration::from_millis(100);
 
 /// What the session server needs while this process leads.
 pub struct Leading {
@@ -89,7 +95,9 @@ pub async fn open(leading: &Leading, hello: &Hello, inventory: Option<&v1::Inven
     let _one_at_a_time = lock.lock().await;
     // Of all attempts together: what one has ended, the next finds ended.
     let mut ended = 0;
-    for _ in 0..ATTEMPTS {
+    let (mut attempts, begun) = (0..ATTEMPTS, Instant::now());
+    while attempts.next().is_some() {
+        kibo_failpoint::reach("hello-received").await;
         let (node, revision) = read_node(&leading.nodes.api(), &hello.node).await.map_err(|error| {
             Refusal::new(SessionRefusal::NotLeader, format!("the API server does not answer, try again: {error}"))
         })?;
@@ -113,8 +121,18 @@ pub async fn open(leading: &Leading, hello: &Hello, inventory: Option<&v1::Inven
         let (incarnation, minted, adopts) = match decision {
             Decision::Refuse { reason, message } => return Err(refused(leading, hello, reason, message)),
             Decision::TakeInventory => return Ok(Opening::TakeInventory),
+            Decision::AwaitIsolation if begun.elapsed() < ISOLATION_DECIDED_WITHIN => {
+                tokio::time::sleep(ISOLATION_LOOK).await;
+                attempts = 0..ATTEMPTS;
+                continue;
+            }
+            Decision::AwaitIsolation => {
+                let message = "an isolation of this node is being decided: come back soon";
+                return Err(Refusal::new(SessionRefusal::NotLeader, message));
+            }
             Decision::Admit { incarnation, minted, adopts, .. } => (incarnation, minted, adopts),
         };
+        kibo_failpoint::reach("hello-decided").await;
         let Some(node) = node else { continue };
         let adoption = match (adopts, inventory) {
             (Some(_), Some(inventory)) => {
@@ -222,11 +240,13 @@ async fn commit(
             return Err(Refusal::new(SessionRefusal::NotLeader, format!("try again: {error}")));
         }
     };
+    kibo_failpoint::reach("hello-committed").await;
     if minted {
         leading.desired.incarnation_began(&hello.node, incarnation).await;
     }
     let session = Arc::new(session);
     ctx.registry.insert(session.clone());
+    kibo_failpoint::reach("hello-entered").await;
     ctx.nodes.touch(&hello.node);
     let committed_at = revision_of(committed.metadata.resource_version.as_deref());
     tracing::info!(node = %hello.node, session = session.id, %incarnation, minted, version = hello.version, "session opened");

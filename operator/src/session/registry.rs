@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kibo_crds::{Bytes, Incarnation, NodeId};
+use kibo_crds::{Bytes, Incarnation, NodeId, PoolId};
 use kibo_protocol::v1::{self, to_node};
 use tokio::sync::watch;
 
@@ -19,6 +19,8 @@ use super::live::{Capacity, DeclaredPool, OfferAnswer, Session, Settings};
 const OFFER_TIMEOUT: Duration = Duration::from_secs(3);
 /// Commands on objects touch the disk, and a deletion may free much of it.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
+/// A look at one small file; longer than that means that the pool hangs.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// What placement sees of a node with a live session. A value, so that a tick may charge its own copy.
 #[derive(Clone, Debug, PartialEq)]
@@ -80,7 +82,7 @@ pub enum OfferFailure {
 
 /// There is no session in that incarnation to send on.
 #[derive(Debug, thiserror::Error)]
-#[error("node {0} has no control session in that incarnation")]
+#[error("node {0} has no control session")]
 pub struct NoSession(pub NodeId);
 
 /// A command on an object of a pool; the node answers with an ObjectResult.
@@ -205,6 +207,28 @@ impl Registry {
             Err(_) => {
                 session.forget_command(&id);
                 Err(CommandFailure::Timeout(node.clone()))
+            }
+        }
+    }
+
+    /// What a member of a pool sees of another node's fence file there, read afresh.
+    pub async fn look_at_fence(
+        &self,
+        member: &NodeId,
+        pool: &PoolId,
+        of: &NodeId,
+    ) -> Result<Option<v1::fence_seen::Result>, CommandFailure> {
+        let session = self.get(member).ok_or_else(|| NoSession(member.clone()))?;
+        let look_id = ulid::Ulid::new().to_string();
+        let answer = session.expect_look(&look_id);
+        let look = v1::LookAtFence { look_id: look_id.clone(), pool: pool.to_string(), node_id: of.to_string() };
+        session.send(to_node::Message::LookAtFence(look));
+        match tokio::time::timeout(LOOK_TIMEOUT, answer).await {
+            Ok(Ok(seen)) => Ok(seen.result),
+            Ok(Err(_)) => Err(CommandFailure::SessionLost(member.clone())),
+            Err(_) => {
+                session.forget_look(&look_id);
+                Err(CommandFailure::Timeout(member.clone()))
             }
         }
     }

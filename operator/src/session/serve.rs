@@ -235,7 +235,12 @@ async fn handle(
         from_node::Message::Hello(_) => {
             tracing::warn!(node = %session.node, "a second hello in one session is ignored");
         }
-        from_node::Message::Inventory(_) | from_node::Message::ClockReading(_) | from_node::Message::FenceSeen(_) => {
+        from_node::Message::FenceSeen(seen) => {
+            if !session.answer_look(seen) {
+                tracing::debug!(node = %session.node, "a look at a fence that nobody waits for any more");
+            }
+        }
+        from_node::Message::Inventory(_) | from_node::Message::ClockReading(_) => {
             tracing::warn!(node = %session.node, "an answer that nobody asked for is ignored");
         }
         // That it came is all that it says.

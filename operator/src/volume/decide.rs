@@ -105,7 +105,7 @@ fn delete(sight: &Sight<'_>, status: &mut VolumeStatus) -> (Action, Option<Strin
     let void = |node: &_, incarnation| sight.cluster.void(node, incarnation);
     if let Standing::Held(holder) = status.right().standing(void) {
         if sight.cluster.session(&holder.node) != Some(holder.incarnation) {
-            return (Action::Rest, Some(waits_for("it", &holder.node, holder.incarnation)));
+            return (Action::Rest, Some(waits_for("it", &holder.node)));
         }
         // Without `grantedFor` the grant was made for the deletion.
         let action = match status.granted_for {

@@ -72,7 +72,11 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
     let mut wrote = false;
     if let Some(status) = status {
         tracing::debug!(phase = ?status.phase, ?action, "status");
+        let lets_go = status.holder.is_none() && volume.status.as_ref().is_some_and(|it| it.holder.is_some());
         world.write_volume(&volume, *status).await?;
+        if lets_go {
+            kibo_failpoint::reach("volume-voided").await;
+        }
         wrote = true;
     }
     let Some(volume) = world.volumes.get(key) else { return Ok(Step::Rest) };

@@ -158,6 +158,7 @@ async fn follow_sessions(world: Arc<World>) {
         if now.len() > known.len() || !moved.is_empty() {
             world.wake_deletions();
         }
+        world.wake_stranded();
         known = now;
         tokio::time::sleep(SESSIONS_PAUSE).await;
         if changes.changed().await.is_err() {
@@ -184,6 +185,13 @@ async fn look_again_when_settled(world: Arc<World>) {
 }
 
 impl World {
+    /// Where they can start changes with the nodes that reach their pools.
+    fn wake_stranded(&self) {
+        for key in self.workspaces.project(super::index::ByNode::stranded) {
+            self.bells.workspaces.push(key);
+        }
+    }
+
     /// Deletions wait for any member of a pool, which no holder names.
     fn wake_deletions(&self) {
         for key in self.workspaces.project(super::index::ByNode::deleting) {

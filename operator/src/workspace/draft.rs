@@ -58,6 +58,8 @@ pub struct Draft<'a> {
     pub notices: Vec<Notice>,
     now: Time,
     wait: Option<Wait>,
+    /// Where it could be placed, though nobody asks for it.
+    place: Option<Wait>,
 }
 
 fn bump(revision: &mut Revision, content: &impl Serialize) {
@@ -103,7 +105,7 @@ impl<'a> Draft<'a> {
         let keep_from = now.0 - COMMANDS_KEPT;
         status.commands.retain(|command| command.finished_at.as_ref().is_none_or(|at| at.0 >= keep_from));
         status.phase.get_or_insert(WorkspacePhase::Creating);
-        Self { workspace, status, notices: Vec::new(), now, wait: None }
+        Self { workspace, status, notices: Vec::new(), now, wait: None, place: None }
     }
 
     pub fn phase(&self) -> WorkspacePhase {
@@ -130,6 +132,11 @@ impl<'a> Draft<'a> {
     pub fn wait_for(&mut self, wait: Wait) {
         self.explain(wait.reason, &wait.message);
         self.wait = Some(wait);
+    }
+
+    /// Says in the condition Placed where it could start; it waits for nothing.
+    pub fn could_be_placed(&mut self, place: Wait) {
+        self.place = Some(place);
     }
 
     /// Records the request in force as acted upon. Its command is `Processing` until something ends it.
@@ -224,15 +231,16 @@ impl<'a> Draft<'a> {
     }
 
     fn set_placed(&mut self) {
-        match (&self.status.execution, self.wait.clone()) {
+        let place = self.place.clone();
+        match (&self.status.execution, self.wait.clone().filter(|it| it.condition == ConditionType::Placed).or(place)) {
             (Some(execution), _) => {
                 let message = format!("on node {}", execution.node);
                 self.set(ConditionType::Placed, true, "Placed", &message);
             }
-            (None, Some(wait)) if wait.condition == ConditionType::Placed => {
+            (None, Some(wait)) => {
                 self.set(ConditionType::Placed, false, wait.reason, &wait.message);
             }
-            (None, _) => self.set(ConditionType::Placed, false, "NoExecution", ""),
+            (None, None) => self.set(ConditionType::Placed, false, "NoExecution", ""),
         }
     }
 

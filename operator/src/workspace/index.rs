@@ -2,12 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use kibo_crds::{Bytes, InstanceId, NodeId, PoolId, Workspace};
+use kibo_crds::{Bytes, InstanceId, NodeId, PoolId, Workspace, workspace::WorkspacePhase};
 
 use crate::{
     cache::{Cache, Key, Projection},
     placement::Used,
     session::hooks::PoolUsage,
+    workspace::decide::UNAVAILABLE,
 };
 
 pub type Workspaces = Cache<Workspace, ByNode>;
@@ -24,6 +25,7 @@ pub struct ByNode {
     /// Space promised to layers whose images are not made yet.
     promised: HashMap<PoolId, Bytes>,
     deleting: BTreeSet<Key>,
+    stranded: BTreeSet<Key>,
 }
 
 impl ByNode {
@@ -52,6 +54,11 @@ impl ByNode {
         self.deleting.iter().cloned().collect()
     }
 
+    /// Workspaces that failed because their node was isolated.
+    pub fn stranded(&self) -> Vec<Key> {
+        self.stranded.iter().cloned().collect()
+    }
+
     pub fn promised(&self) -> impl Iterator<Item = (&PoolId, Bytes)> {
         self.promised.iter().map(|(pool, bytes)| (pool, *bytes))
     }
@@ -65,14 +72,23 @@ pub fn nodes_of(workspace: &Workspace) -> BTreeSet<&NodeId> {
     execution.into_iter().chain(holder).collect()
 }
 
+fn is_stranded(workspace: &Workspace) -> bool {
+    let status = workspace.status.as_ref();
+    status.is_some_and(|it| it.phase == Some(WorkspacePhase::Failed) && it.reason.as_deref() == Some(UNAVAILABLE))
+}
+
 impl Projection<Workspace> for ByNode {
     fn replace(&mut self, key: &Key, old: Option<&Workspace>, new: Option<&Workspace>) {
         if let Some(old) = old {
             self.subtract(key, old);
             self.deleting.remove(key);
+            self.stranded.remove(key);
         }
         if new.is_some_and(|new| new.metadata.deletion_timestamp.is_some()) {
             self.deleting.insert(key.clone());
+        }
+        if new.is_some_and(is_stranded) {
+            self.stranded.insert(key.clone());
         }
         if let Some(new) = new {
             self.add(key, new);

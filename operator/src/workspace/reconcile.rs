@@ -103,7 +103,11 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
             world.bells.workspaces.push_after(key.clone(), rest);
         } else {
             log_decision(&workspace, &status, &action);
+            let ends = status.execution.is_none() && workspace.status.as_ref().is_some_and(|it| it.execution.is_some());
             world.write_workspace(&workspace, *status).await?;
+            if ends {
+                kibo_failpoint::reach("execution-voided").await;
+            }
             world.worded(key.clone());
             world.publish(&*workspace, outcome.notices).await;
             wrote = true;

@@ -54,10 +54,7 @@ fn delete_layer(sight: &Sight<'_>, mut draft: Draft<'_>) -> Decision {
             return draft.then(Action::DeleteLayer { holder });
         }
         if !sight.cluster.is_settling() {
-            draft.wait_for(Wait::node(
-                "HolderUnreachable",
-                waits_for("the writable layer", &holder.node, holder.incarnation),
-            ));
+            draft.wait_for(Wait::node("HolderUnreachable", waits_for("the writable layer", &holder.node)));
         }
         return draft.then(Action::Rest);
     }

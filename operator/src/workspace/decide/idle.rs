@@ -9,7 +9,7 @@ use kibo_crds::{
 };
 use kube::ResourceExt as _;
 
-use super::{Action, Decision, Object, Start, blocked, can_ask};
+use super::{Action, Decision, Object, Start, UNAVAILABLE, blocked, can_ask, stranded};
 use crate::{
     placement::{Demand, Disk},
     right::{HasRight as _, Right, Standing, waits_for},
@@ -38,6 +38,10 @@ pub(super) fn decide(sight: &Sight<'_>, mut draft: Draft<'_>) -> Decision {
     let wants_start = !sight.workspace.is_power_request_consumed() && request.state == PowerState::Running;
     if !sight.workspace.is_power_request_consumed() && request.state == PowerState::Stopped {
         take_stop(&mut draft, &request);
+    }
+    if draft.phase() == WorkspacePhase::Failed && draft.status.reason.as_deref() == Some(UNAVAILABLE) {
+        let place = stranded::place(sight, &draft);
+        draft.could_be_placed(place);
     }
     match binding {
         Binding::Step(action) => draft.then(action),
@@ -131,7 +135,7 @@ fn start(sight: &Sight<'_>, mut draft: Draft<'_>, request: PowerRequest, volume:
         if sight.cluster.is_settling() {
             return draft.then(Action::Rest);
         }
-        let wait = Wait::node("HolderUnreachable", waits_for(name, &holder.node, holder.incarnation));
+        let wait = Wait::node("HolderUnreachable", waits_for(name, &holder.node));
         return blocked(draft, &request, wait, Action::Rest);
     }
     match demand(sight, &draft, &request, template, volume) {

@@ -7,6 +7,7 @@
 mod delete;
 pub(super) mod idle;
 pub(super) mod running;
+mod stranded;
 
 use kibo_crds::{
     Epoch, Incarnation, InstanceId, NodeId, WORKSPACE_FINALIZER, Workspace,
@@ -102,6 +103,8 @@ impl Draft<'_> {
     }
 }
 
+/// Reason of a Workspace whose node was isolated.
+pub const UNAVAILABLE: &str = "Unavailable";
 /// Reason of a Workspace that no node takes.
 pub const RESOURCE_EXHAUSTED: &str = "ResourceExhausted";
 
@@ -140,7 +143,10 @@ fn lose(draft: &mut Draft<'_>, void: Void, is_deleting: bool) {
     let Some(node) = draft.status.execution.as_ref().map(|execution| execution.node.clone()) else { return };
     let (reason, message) = match void {
         Void::IncarnationEnded => ("NodeRestarted", format!("node {node} came back without it: start it again")),
-        Void::Isolated | Void::Retired => ("Unavailable", format!("node {node} was isolated: start it again")),
+        Void::Isolated | Void::Retired => {
+            let message = format!("node {node} was isolated: start it again; the condition Placed says where it can");
+            (UNAVAILABLE, message)
+        }
     };
     draft.end_execution(reason);
     if is_deleting {

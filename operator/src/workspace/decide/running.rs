@@ -71,10 +71,7 @@ pub(super) fn stop(sight: &Sight<'_>, mut draft: Draft<'_>, execution: &Executio
         return draft.then(Action::Stop { node, incarnation, instance: execution.instance_id, mode });
     }
     if !sight.cluster.is_settling() {
-        draft.wait_for(Wait::node(
-            "NodeUnreachable",
-            waits_for("the execution", &execution.node, execution.incarnation),
-        ));
+        draft.wait_for(Wait::node("NodeUnreachable", waits_for("the execution", &execution.node)));
     }
     draft.then(Action::Rest)
 }
@@ -85,10 +82,7 @@ fn start_goes_on(sight: &Sight<'_>, mut draft: Draft<'_>, execution: &Execution)
         return draft.then(if was_told { Action::Rest } else { Action::Go });
     }
     if !sight.cluster.is_settling() {
-        draft.wait_for(Wait::node(
-            "NodeUnreachable",
-            waits_for("the execution", &execution.node, execution.incarnation),
-        ));
+        draft.wait_for(Wait::node("NodeUnreachable", waits_for("the execution", &execution.node)));
     }
     draft.then(Action::Rest)
 }

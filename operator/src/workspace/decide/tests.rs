@@ -346,7 +346,10 @@ fn a_stop_without_a_session_says_what_it_waits_for() {
     assert_eq!(decision.action, Action::Rest);
     let status = status(&decision);
     assert_eq!(condition(status, "NodeReachable"), ("False", "NodeUnreachable"));
-    assert!(status.message.as_ref().unwrap().contains("kubectl patch nodes.kibotos.dev a "), "{status:?}");
+    assert!(
+        status.message.as_ref().unwrap().contains("`kibo node isolate a --confirm-host-cannot-write`"),
+        "{status:?}"
+    );
     let settling = Facts { settling: true, ..Facts::default() };
     assert_eq!(condition(super::tests::status(&look(&workspace, &settling)), "NodeReachable").0, "True");
 }
@@ -380,6 +383,30 @@ fn a_void_incarnation_fails_what_ran_on_it() {
             assert_eq!(look(&stored(&workspace, &decision), &facts).action, Action::Rest, "it is not started again");
         }
     }
+}
+
+#[test]
+fn what_was_isolated_says_where_it_can_start() {
+    let isolated = |sessions: &[&str]| Facts {
+        voids: vec![(node("a"), Incarnation(1), Void::Isolated)],
+        sessions: sessions.iter().map(|name| (node(name), Incarnation(7))).collect(),
+        ..Facts::default()
+    };
+    let lost =
+        stored(&executing(WorkspacePhase::Available), &{ look(&executing(WorkspacePhase::Available), &isolated(&[])) });
+    let placed = |workspace: &Workspace| {
+        let status = workspace.status.as_ref().unwrap();
+        let found = status.conditions.iter().find(|it| it.type_ == "Placed").unwrap().clone();
+        (found.reason, found.message)
+    };
+    let (reason, message) = placed(&lost);
+    assert_eq!(reason, "PoolOutOfReach");
+    assert!(message.contains("storage pool local-a") && message.contains("its member is a"), "{message}");
+    let back = stored(&lost, &look(&lost, &isolated(&["c", "b"])));
+    let (reason, message) = placed(&back);
+    assert_eq!(reason, "CanStart");
+    assert!(message.contains("nodes b, c,"), "{message}");
+    assert_eq!(back.status.unwrap().phase, Some(WorkspacePhase::Failed));
 }
 
 #[test]

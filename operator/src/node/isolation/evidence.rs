@@ -1,0 +1,204 @@
+//! Whether the host that is declared dead still writes: other members of its shared pools look at its fence file.
+//!
+//! A daemon counts up in that file every 2 s for as long as it runs, with or without a way to the operator. A count
+//! that moves proves that the host is up and reaches the pool. One that stands still proves nothing (its VMs may run
+//! on without their daemon): then the word of the person who ordered the isolation counts.
+
+use std::{sync::Arc, time::Duration};
+
+use futures::future::join_all;
+use kibo_crds::{Node, NodeId, PoolId};
+use kibo_protocol::v1::{FenceFile, fence_seen};
+use tokio::time::{Instant, sleep};
+
+use crate::{node::NodeControl, session::NodeSnapshot};
+
+/// More than two counts of a daemon that runs.
+const WATCHED_FOR: Duration = Duration::from_secs(5);
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// So many members of one pool are asked before it is given up.
+const MEMBERS_ASKED: usize = 3;
+
+/// What was seen of a host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Evidence {
+    /// It still writes: the isolation is refused.
+    pub writes: bool,
+    /// For people; absent: there was nobody to ask.
+    pub words: Option<String>,
+}
+
+/// What one pool shows, in words.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Seen {
+    moves: bool,
+    words: String,
+}
+
+/// A pool that the host shares, and who else reaches it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Shared {
+    pool: PoolId,
+    members: Vec<NodeId>,
+}
+
+/// The pools of a node that others with a session reach under the same marker.
+fn shared(victim: &NodeId, node: &Node, sessions: &[NodeSnapshot]) -> Vec<Shared> {
+    let pools = node.status.iter().flat_map(|status| &status.pools).filter(|pool| !pool.uid.is_empty());
+    pools
+        .filter_map(|pool| {
+            let reaches = |session: &&NodeSnapshot| {
+                let has_it = |it: &crate::session::DeclaredPool| it.id == pool.id && it.uid == pool.uid && it.available;
+                session.id != *victim && session.desired_sent && session.pools.iter().any(has_it)
+            };
+            let mut members: Vec<_> = sessions.iter().filter(reaches).map(|session| session.id.clone()).collect();
+            members.sort();
+            members.truncate(MEMBERS_ASKED);
+            (!members.is_empty()).then(|| Shared { pool: pool.id.clone(), members })
+        })
+        .collect()
+}
+
+/// Looks in all shared pools at once.
+pub async fn seek(control: &Arc<NodeControl>, victim: &NodeId, node: &Node) -> Evidence {
+    let shared = shared(victim, node, &control.ctx.registry.snapshot());
+    judge(join_all(shared.iter().map(|shared| watch(control, victim, shared))).await)
+}
+
+/// One pool in which it writes is enough.
+fn judge(seen: Vec<Seen>) -> Evidence {
+    let writes = seen.iter().any(|seen| seen.moves);
+    let told: Vec<_> = seen.into_iter().filter(|seen| seen.moves == writes).map(|seen| seen.words).collect();
+    let words: String = told.join("; ").chars().take(1024).collect();
+    Evidence { writes, words: Some(words).filter(|words| !words.is_empty()) }
+}
+
+/// Asks the members of one pool, one after the other, until one has an answer.
+async fn watch(control: &Arc<NodeControl>, victim: &NodeId, shared: &Shared) -> Seen {
+    let mut problems = Vec::new();
+    for member in &shared.members {
+        match watch_with(control, victim, &shared.pool, member).await {
+            Ok(seen) => return seen,
+            Err(problem) => problems.push(format!("node {member}: {problem}")),
+        }
+    }
+    let words = format!("nobody could look in storage pool {}: {}", shared.pool, problems.join(", "));
+    Seen { moves: false, words }
+}
+
+async fn watch_with(
+    control: &Arc<NodeControl>,
+    victim: &NodeId,
+    pool: &PoolId,
+    member: &NodeId,
+) -> Result<Seen, String> {
+    let begun = Instant::now();
+    let Some(first) = look(control, victim, pool, member).await? else {
+        let words = format!("node {victim} has no fence file in storage pool {pool}, says node {member}");
+        return Ok(Seen { moves: false, words });
+    };
+    while begun.elapsed() < WATCHED_FOR {
+        sleep(LOOK_EVERY).await;
+        if let Some(now) = look(control, victim, pool, member).await?.filter(|now| *now != first) {
+            let words = format!(
+                "node {member} saw the count of node {victim} in storage pool {pool} move from {} to {} at {}",
+                first.heartbeat,
+                now.heartbeat,
+                crate::clock::now().0
+            );
+            return Ok(Seen { moves: true, words });
+        }
+    }
+    let words = format!(
+        "the count of node {victim} in storage pool {pool} stood still at {} for {} s, says node {member}",
+        first.heartbeat,
+        WATCHED_FOR.as_secs()
+    );
+    Ok(Seen { moves: false, words })
+}
+
+async fn look(
+    control: &Arc<NodeControl>,
+    victim: &NodeId,
+    pool: &PoolId,
+    member: &NodeId,
+) -> Result<Option<FenceFile>, String> {
+    let seen = control.ctx.registry.look_at_fence(member, pool, victim).await.map_err(|error| error.to_string())?;
+    match seen {
+        Some(fence_seen::Result::File(file)) => Ok(Some(file)),
+        Some(fence_seen::Result::Missing(_)) => Ok(None),
+        Some(fence_seen::Result::Problem(problem)) => Err(problem),
+        None => Err("its answer cannot be understood".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kibo_crds::{
+        Incarnation, Ratio,
+        node::{NodePool, NodeSpec, NodeStatus},
+    };
+
+    use super::*;
+    use crate::session::{Capacity, DeclaredPool, Settings};
+
+    fn session(id: &str, pools: &[(&str, &str, bool)]) -> NodeSnapshot {
+        let pool = |(id, uid, available): &(&str, &str, bool)| DeclaredPool {
+            id: id.parse().unwrap(),
+            uid: (*uid).to_owned(),
+            default: false,
+            available: *available,
+            capacity: None,
+            free: None,
+        };
+        NodeSnapshot {
+            id: id.parse().unwrap(),
+            incarnation: Incarnation(1),
+            session_id: "s".into(),
+            labels: std::collections::BTreeMap::new(),
+            capacity: Capacity::default(),
+            settings: Settings { drain: false, slots: None, cpu: Ratio::ONE, memory: Ratio::ONE },
+            settings_confirmed: true,
+            desired_sent: true,
+            pools: pools.iter().map(pool).collect(),
+            last_assigned: None,
+        }
+    }
+
+    #[test]
+    fn those_who_reach_the_same_pool_are_asked() {
+        let mut node = Node::new("a", NodeSpec::default());
+        let pool = |id: &str, uid: &str| NodePool {
+            id: id.parse().unwrap(),
+            uid: uid.into(),
+            default: false,
+            available: true,
+            capacity: None,
+            free: None,
+        };
+        let pools = vec![pool("own", "u-own"), pool("shared", "u-1"), pool("other", "u-2")];
+        node.status = Some(NodeStatus { pools, ..NodeStatus::default() });
+        let sessions = [
+            session("a", &[("shared", "u-1", true)]),
+            session("d", &[("shared", "u-1", true)]),
+            session("b", &[("shared", "u-1", true), ("own", "another", true)]),
+            session("c", &[("shared", "u-1", false), ("other", "u-2", true)]),
+        ];
+        let found = shared(&"a".parse().unwrap(), &node, &sessions);
+        let named: Vec<_> = found
+            .iter()
+            .map(|it| (it.pool.as_str(), it.members.iter().map(NodeId::as_str).collect::<Vec<_>>()))
+            .collect();
+        assert_eq!(named, [("shared", vec!["b", "d"]), ("other", vec!["c"])]);
+    }
+
+    #[test]
+    fn one_count_that_moves_is_enough() {
+        let seen = |moves, words: &str| Seen { moves, words: words.to_owned() };
+        let (still, unknown, moves) = (seen(false, "still"), seen(false, "unknown"), seen(true, "moves"));
+        let evidence = |writes, words: &str| Evidence { writes, words: Some(words.to_owned()) };
+        assert_eq!(judge(vec![]), Evidence { writes: false, words: None });
+        assert_eq!(judge(vec![still.clone(), unknown.clone()]), evidence(false, "still; unknown"));
+        assert_eq!(judge(vec![still, moves, unknown]), evidence(true, "moves"));
+    }
+}
