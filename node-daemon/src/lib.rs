@@ -12,6 +12,7 @@ pub mod config;
 mod daemon;
 pub mod durable;
 pub mod guest;
+pub mod host;
 pub mod instance;
 pub mod launch;
 pub mod log_store;

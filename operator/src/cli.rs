@@ -12,6 +12,7 @@ use kibo_crds::Bytes;
 use crate::{
     placement::Strategy,
     session::{EnrollmentPolicy, HostLabel, ServiceAccount},
+    watchdog::Periods,
 };
 
 /// Reconciles Kibotos resources and speaks with the nodes.
@@ -83,6 +84,15 @@ pub struct Run {
     /// How long a leader that fell silent stays the leader
     #[arg(long, env = "KIBOTOS_LEASE_SECONDS", value_name = "SECONDS", default_value_t = 15, value_parser = clap::value_parser!(u16).range(3..=300))]
     pub lease_seconds: u16,
+    /// After this silence a node is Unreachable and its session ends; nodes say three times as often that they live
+    #[arg(long, value_name = "SECONDS", default_value_t = 15, value_parser = clap::value_parser!(u16).range(3..=3600))]
+    pub unreachable_seconds: u16,
+    /// After this silence a node is Offline and its Workspaces say so; at least --unreachable-seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u16).range(3..=7200))]
+    pub offline_seconds: u16,
+    /// How often the clock of each node is measured
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u16).range(1..=3600))]
+    pub clock_seconds: u16,
     /// For people or for machines
     #[arg(long, value_enum, default_value_t = LogFormat::Human)]
     pub log_format: LogFormat,
@@ -98,6 +108,16 @@ impl Run {
         let account = self.enroll_service_account.clone()?;
         let (label, allow_untagged) = (self.enroll_node_label.clone(), self.allow_untagged_nodes);
         Some(EnrollmentPolicy { account, label, allow_untagged })
+    }
+
+    /// How long which silence of a node is.
+    pub fn periods(&self) -> Periods {
+        let unreachable = Duration::from_secs(self.unreachable_seconds.into());
+        Periods { unreachable, offline: unreachable.max(Duration::from_secs(self.offline_seconds.into())) }
+    }
+
+    pub fn clock_period(&self) -> Duration {
+        Duration::from_secs(self.clock_seconds.into())
     }
 
     pub fn lease_duration(&self) -> Duration {

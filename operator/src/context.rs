@@ -1,6 +1,6 @@
 //! What every room of the leader shares. It lives exactly as long as one leadership.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use kibo_crds::{Bytes, Term};
 use kube::{Client, runtime::events::Recorder};
@@ -8,7 +8,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::{
     guarded::WriteError, leader::History, node::NodeIndex, overcommit::OvercommitIndex, session::Registry,
-    storage_pool::PoolIndex,
+    storage_pool::PoolIndex, watchdog::Watchdog,
 };
 
 /// The leader's surroundings. Cheap to clone as an [`Arc`].
@@ -26,6 +26,10 @@ pub struct Context {
     pub registry: Registry,
     /// What voids executions and holders, for each Node.
     pub nodes: NodeIndex,
+    /// Which nodes were heard of lately.
+    pub watchdog: Watchdog,
+    /// How often the clock of each node is measured.
+    pub clock_period: Duration,
     /// Markers and members of the StoragePools.
     pub pools: PoolIndex,
     /// The cluster-wide ratios.

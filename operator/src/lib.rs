@@ -27,4 +27,5 @@ pub mod tls;
 pub mod tombstone;
 pub mod volume;
 mod watch;
+pub mod watchdog;
 pub mod workspace;

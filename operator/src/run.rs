@@ -36,6 +36,7 @@ use crate::{
     session::{Leading, Registry, SessionServer},
     storage_pool::{self, PoolControl, PoolIndex},
     tls::{Authority, service_names},
+    watchdog::{self, Watchdog},
     workspace::{Room, Settings},
 };
 
@@ -260,6 +261,7 @@ impl Replica {
         until_listed(&node_store).await?;
 
         room.run();
+        tasks.spawn(stop.clone().run_until_cancelled_owned(watchdog::run(ctx.clone())));
         let leading = Leading { nodes: control, desired: workspaces.clone(), events: workspaces, streams };
         self.server.lead(Arc::new(leading));
         self.readiness.set(true);
@@ -275,6 +277,8 @@ impl Replica {
             term: leadership.term,
             history: leadership.history.clone(),
             cluster_id: self.cluster_id.clone(),
+            watchdog: Watchdog::new(self.args.periods()),
+            clock_period: self.args.clock_period(),
             registry: Registry::default(),
             nodes: NodeIndex::default(),
             pools,

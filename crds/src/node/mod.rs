@@ -31,6 +31,7 @@ pub use status::{
     selectable = ".status.admission",
     printcolumn(name = "Status", type_ = "string", json_path = ".status.phase"),
     printcolumn(name = "Release", type_ = "string", json_path = ".status.session.version"),
+    printcolumn(name = "Clock", type_ = "string", json_path = ".status.clock.shown"),
     printcolumn(name = "Instances", type_ = "integer", json_path = ".status.report.instances"),
     printcolumn(name = "CPU-Alloc", type_ = "string", json_path = ".status.allocated.cpu"),
     printcolumn(name = "CPU-Sched", type_ = "string", json_path = ".status.schedulable.cpu"),

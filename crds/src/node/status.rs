@@ -188,7 +188,20 @@ pub struct NodeClock {
     pub kernel_synchronized: Option<bool>,
     /// The offset less its uncertainty is beyond what is allowed: no new Workspace is placed there.
     pub over: bool,
+    /// The offset as people read it: `+1.2s`, `-40.0s (over)`.
+    #[schemars(length(max = 40))]
+    pub shown: String,
     pub measured_at: Time,
+}
+
+impl NodeClock {
+    /// How an offset is shown: in seconds with one decimal place and its sign.
+    pub fn show(offset_millis: i64, over: bool) -> String {
+        let tenths = (offset_millis.unsigned_abs() + 50) / 100;
+        let sign = if offset_millis < 0 && tenths > 0 { '-' } else { '+' };
+        let mark = if over { " (over)" } else { "" };
+        format!("{sign}{}.{}s{mark}", tenths / 10, tenths % 10)
+    }
 }
 
 /// A node that is ahead of its control plane.
@@ -305,4 +318,22 @@ pub enum HolderEnd {
     Isolated,
     /// The node came back and proved that nothing of that incarnation runs.
     IncarnationEnded,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_offset_is_shown_with_its_sign_and_one_decimal_place() {
+        for (millis, over, shown) in [
+            (1_234, false, "+1.2s"),
+            (-49, false, "+0.0s"),
+            (-50, false, "-0.1s"),
+            (40_012, true, "+40.0s (over)"),
+            (i64::MIN, true, "-9223372036854775.8s (over)"),
+        ] {
+            assert_eq!(NodeClock::show(millis, over), shown);
+        }
+    }
 }

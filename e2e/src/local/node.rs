@@ -338,7 +338,8 @@ impl LocalCluster {
         let before = self.recorded().processes.get(&component).and_then(|it| it.session_before.clone());
         let ready = status.conditions.iter().any(|it| it.type_ == "Ready" && it.status == "True");
         // Ready by its session, and a candidate once its settings are confirmed.
-        let settled = |reason: &str| !matches!(reason, "NotReady" | "NoSession" | "SettingsUnconfirmed");
+        let settled =
+            |reason: &str| !matches!(reason, "NotReady" | "NoSession" | "SettingsUnconfirmed" | "ClockNotMeasured");
         let ready = ready && status.conditions.iter().any(|it| it.type_ == "Schedulable" && settled(&it.reason));
         ready && status.session.is_some_and(|session| session.alive && Some(session.id) != before)
     }

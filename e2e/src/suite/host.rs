@@ -14,6 +14,7 @@ use kube::api::{Api, PostParams};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::task::AbortOnDropHandle;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Status, Streaming};
 
@@ -22,6 +23,8 @@ use crate::local::NAMESPACE;
 
 /// How long an answer of the operator may take.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+
+const HEARTBEAT: Duration = Duration::from_millis(500);
 
 /// An enrolled host.
 #[derive(Clone)]
@@ -33,12 +36,14 @@ pub struct Host {
     pub pools: Vec<v1::Pool>,
 }
 
-/// One control session, after its Hello was answered.
+/// One control session, after its Hello was answered. As long as it is there it says that the node lives, and what its
+/// clock shows.
 pub struct Session {
     pub ack: v1::HelloAck,
     pub term: u64,
     outbound: mpsc::Sender<FromNode>,
-    inbound: Streaming<ToNode>,
+    inbound: mpsc::UnboundedReceiver<Result<Option<ToNode>, Status>>,
+    life: AbortOnDropHandle<()>,
 }
 
 /// Registers a node with a token for `secret`.
@@ -115,9 +120,8 @@ impl Host {
 
     /// Begins a session with any message.
     pub async fn say(&self, first: from_node::Message) -> Result<Result<Session, v1::SessionRefused>> {
-        let (outbound, inbound) = self.begin().await?;
-        outbound.send(FromNode { message: Some(first) }).await?;
-        let mut session = Session { ack: v1::HelloAck::default(), term: 0, outbound, inbound };
+        let mut session = self.begin().await?;
+        session.send(first).await?;
         let answer = session.receive().await?.context("the operator closed the session without a word")?;
         match answer {
             to_node::Message::HelloAck(ack) => Ok(Ok(Session { ack, ..session })),
@@ -128,23 +132,66 @@ impl Host {
 
     /// Begins a session and says nothing; gives back what the operator says by itself.
     pub async fn keep_silent(&self) -> Result<Option<to_node::Message>> {
-        let (outbound, inbound) = self.begin().await?;
-        let mut session = Session { ack: v1::HelloAck::default(), term: 0, outbound, inbound };
-        session.receive().await
+        self.begin().await?.receive().await
     }
 
-    async fn begin(&self) -> Result<(mpsc::Sender<FromNode>, Streaming<ToNode>)> {
+    async fn begin(&self) -> Result<Session> {
         let (outbound, messages) = mpsc::channel(16);
-        let inbound = self.client.clone().session(ReceiverStream::new(messages)).await?.into_inner();
-        Ok((outbound, inbound))
+        let connection = self.client.clone().session(ReceiverStream::new(messages)).await?.into_inner();
+        let (sender, inbound) = mpsc::unbounded_channel();
+        let life = AbortOnDropHandle::new(tokio::spawn(live(connection, outbound.clone(), sender)));
+        Ok(Session { ack: v1::HelloAck::default(), term: 0, outbound, inbound, life })
     }
+}
+
+/// What every daemon does by itself: answers probes of its clock, and lives.
+async fn live(
+    mut connection: Streaming<ToNode>,
+    outbound: mpsc::Sender<FromNode>,
+    inbound: mpsc::UnboundedSender<Result<Option<ToNode>, Status>>,
+) {
+    let mut beat: Option<tokio::time::Interval> = None;
+    loop {
+        let next_beat = async {
+            match &mut beat {
+                Some(beat) => drop(beat.tick().await),
+                None => std::future::pending().await,
+            }
+        };
+        let said = tokio::select! {
+            () = next_beat => from_node::Message::Heartbeat(v1::Heartbeat {}),
+            message = connection.message() => match message {
+                Ok(Some(ToNode { message: Some(to_node::Message::ClockProbe(asked)), .. })) => {
+                    from_node::Message::ClockReading(read_clock(asked.probe))
+                }
+                other => {
+                    if matches!(&other, Ok(Some(ToNode { message: Some(to_node::Message::HelloAck(_)), .. }))) {
+                        beat = Some(tokio::time::interval(HEARTBEAT));
+                    }
+                    let is_end = !matches!(other, Ok(Some(_)));
+                    if inbound.send(other).is_err() || is_end {
+                        return;
+                    }
+                    continue;
+                }
+            },
+        };
+        if outbound.send(FromNode { message: Some(said) }).await.is_err() {
+            return;
+        }
+    }
+}
+
+fn read_clock(probe: u64) -> v1::ClockReading {
+    let now = u64::try_from(jiff::Timestamp::now().as_nanosecond()).unwrap_or_default();
+    v1::ClockReading { probe, received_unix_nanos: now, sent_unix_nanos: now, kernel_synchronized: Some(true) }
 }
 
 impl Session {
     /// The next message; `None` when the operator has closed the session.
     pub async fn receive(&mut self) -> Result<Option<to_node::Message>> {
-        let message = timeout(ANSWER_LIMIT, self.inbound.message()).await.context("the operator says nothing")?;
-        match message {
+        let message = timeout(ANSWER_LIMIT, self.inbound.recv()).await.context("the operator says nothing")?;
+        match message.unwrap_or(Ok(None)) {
             Ok(Some(message)) => {
                 self.term = message.term;
                 Ok(message.message)
@@ -158,6 +205,11 @@ impl Session {
 
     pub async fn send(&self, message: from_node::Message) -> Result<()> {
         Ok(self.outbound.send(FromNode { message: Some(message) }).await?)
+    }
+
+    /// From now on nothing is said that the test does not say, and nothing is read; the connection stays open.
+    pub fn fall_silent(&self) {
+        self.life.abort();
     }
 
     /// Says that the settings are in use, as a daemon does.

@@ -60,11 +60,11 @@ impl Present for Many {
                 node.name_any(),
                 status.phase.as_ref().map(enum_word).unwrap_or_default(),
                 status.session.as_ref().map(|session| session.version.clone()).unwrap_or_default(),
-                // Neither is measured yet.
-                ABSENT.to_owned(),
+                or_absent(status.clock.as_ref().map(|clock| &clock.shown)),
                 or_absent(status.report.as_ref().map(|report| report.instances)),
                 shares(allocated.cpu, schedulable.cpu, cores),
                 shares(allocated.memory, schedulable.memory, binary),
+                // Not measured yet.
                 ABSENT.to_owned(),
                 age(node.creation_timestamp().as_ref(), self.now),
             ];

@@ -2,7 +2,10 @@
 
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
-use kibo_crds::{Node, node::NodeStatus};
+use kibo_crds::{
+    Node,
+    node::{NodeClock, NodeStatus},
+};
 use kube::ResourceExt as _;
 use serde::Serialize;
 
@@ -38,6 +41,7 @@ impl Present for One {
         page.fact_if("Enrollment", self.pending_grant(&status));
         page.fact("Release", status.session.as_ref().map(|session| session.version.clone()).unwrap_or_default());
         page.fact("Session", self.session(&status, wide));
+        page.fact_if("Clock", status.clock.as_ref().map(clock));
         page.fact_if("Labels", Some(self.labels(&status)));
         page.fact_if("Drain", drain_requested(&self.node).then_some("requested"));
         page.fact_if("Isolated", is_isolated(&status).then_some("yes"));
@@ -121,6 +125,16 @@ impl One {
             None => String::new(),
         }
     }
+}
+
+/// The offset, how wrong it may be, and what the host's kernel says of its clock.
+fn clock(clock: &NodeClock) -> String {
+    let kernel = match clock.kernel_synchronized {
+        Some(true) => "synchronized",
+        Some(false) => "not synchronized",
+        None => ABSENT,
+    };
+    format!("{}, give or take {}ms, kernel: {kernel}", clock.shown, clock.uncertainty_millis)
 }
 
 /// CPU and memory in one line; one sign when neither is known.

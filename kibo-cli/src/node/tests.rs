@@ -17,6 +17,10 @@ fn nodes() -> Vec<Node> {
                 "id": "s", "alive": true, "incarnation": 2, "bootId": "b", "version": "unreleased",
                 "startedAt": "1970-01-01T00:00:00Z",
             },
+            "clock": {
+                "offsetMillis": -1234, "uncertaintyMillis": 2, "kernelSynchronized": false, "over": false,
+                "shown": "-1.2s", "measuredAt": "1970-01-01T00:00:00Z",
+            },
             "capacity": { "cpu": "4", "memory": "8Gi" },
             "schedulable": { "cpu": "8", "memory": "8Gi" },
             "allocated": { "cpu": "1500m", "memory": "320Mi" },
@@ -38,7 +42,7 @@ fn the_table_of_nodes() {
     let many = Many { listed: Listed { items: nodes(), next_page_token: None }, now };
     let expected = "\
 NODE     STATUS   RELEASE      CLOCK   INSTANCES   CPU_ALLOC/SCHED   MEM_ALLOC/SCHED   MEM_TIGHT   AGE   INCARNATION   REG_VERSION
-node-1   READY    unreleased   -       2           1.5/8             320.0Mi/8.0Gi     -           90s   2             77
+node-1   READY    unreleased   -1.2s   2           1.5/8             320.0Mi/8.0Gi     -           90s   2             77
 node-2   -        -            -       -           -                 -                 -           -     -             -
 ";
     assert_eq!(many.text(true), expected);
@@ -54,6 +58,7 @@ Node:          node-1
 Status:        READY
 Release:       unreleased
 Session:       alive for 90s
+Clock:         -1.2s, give or take 2ms, kernel: not synchronized
 Labels:        zone=a (of the host)
 Drain:         requested
 Capacity:      4 CPU, 8.0Gi memory
@@ -87,6 +92,7 @@ fn the_json_of_a_node() {
     assert_eq!(view["allocated"], serde_json::json!({ "cpu_millis": 1500, "memory_bytes": 335_544_320 }));
     assert_eq!(view["overcommit"], serde_json::json!({ "cpu": null, "memory": null }));
     assert_eq!(view["session"]["session_id"], "s");
+    assert_eq!(view["clock"]["offset_millis"], -1234);
     assert_eq!(view["report"]["held_objects"], 3);
     assert_eq!(view["host_labels"], serde_json::json!({ "zone": "a" }));
 }

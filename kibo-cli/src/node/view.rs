@@ -27,6 +27,7 @@ pub struct View {
     labels: BTreeMap<String, String>,
     host_labels: BTreeMap<String, String>,
     session: Option<SessionView>,
+    clock: Option<ClockView>,
     report: Option<ReportView>,
     capacity: AmountsView,
     schedulable: AmountsView,
@@ -49,6 +50,17 @@ struct SessionView {
     boot_id: String,
     started_at: String,
     ended_at: Option<String>,
+}
+
+/// The host's clock against the operator's; absent without a live session.
+#[derive(Serialize)]
+struct ClockView {
+    /// Node minus operator.
+    offset_millis: i64,
+    uncertainty_millis: u64,
+    kernel_synchronized: Option<bool>,
+    over: bool,
+    measured_at: String,
 }
 
 #[derive(Serialize)]
@@ -130,6 +142,13 @@ impl From<&Node> for View {
                 boot_id: session.boot_id,
                 started_at: instant(&session.started_at),
                 ended_at: session.ended_at.as_ref().map(instant),
+            }),
+            clock: status.clock.map(|clock| ClockView {
+                offset_millis: clock.offset_millis,
+                uncertainty_millis: clock.uncertainty_millis,
+                kernel_synchronized: clock.kernel_synchronized,
+                over: clock.over,
+                measured_at: instant(&clock.measured_at),
             }),
             report: status.report.map(|report| ReportView {
                 reported_at: instant(&report.time),

@@ -39,7 +39,9 @@ pub fn is_telling(condition: &Condition) -> bool {
         // What the state says already.
         "Available" | "Stopped" | "Bound" => false,
         "Schedulable" => (status, reason) != ("True", "Schedulable"),
-        "Ready" | "ClockSynchronized" => status != "True",
+        "Ready" => status != "True",
+        // That nothing is known of a clock without a session goes without saying.
+        "ClockSynchronized" => status == "False",
         "Drained" => reason != "NotRequested",
         "MemoryTight" | "DuplicateHost" | "MarkerConflict" | "Quarantined" => status != "False",
         "Placed" | "NodeReachable" | "GuestResponsive" | "PowerRequestConsumed" | "Created" => {

@@ -165,6 +165,10 @@ impl<I: InstanceControl> Handler<I> {
             Some(Message::ConfirmNotTaken(confirm)) => {
                 self.object(confirm.command_id, confirm.object.as_ref(), Command::ConfirmNotTaken);
             }
+            Some(Message::ClockProbe(probe)) => {
+                let reading = crate::host::clock::read(probe.probe);
+                self.outbox.send(from_node::Message::ClockReading(reading));
+            }
             Some(Message::OpenStream(open)) => self.open_stream(open),
             Some(Message::LookAtFence(look)) => self.look_at_fence(look),
             Some(Message::CloseStream(close)) => {
@@ -173,7 +177,7 @@ impl<I: InstanceControl> Handler<I> {
                 }
             }
             // Of a newer operator: it knows from the version that this node cannot do it.
-            Some(Message::ClockProbe(_)) | None => {
+            None => {
                 tracing::debug!("a message of an unknown kind is ignored")
             }
         }

@@ -28,6 +28,9 @@ const ACK_WITHIN: Duration = Duration::from_secs(30);
 const OPEN_WITHIN: Duration = Duration::from_secs(10);
 /// How often the node looks whether a report is due.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Unless the operator says otherwise.
+const HEARTBEAT: Duration = Duration::from_secs(5);
+const SHORTEST_HEARTBEAT: Duration = Duration::from_millis(100);
 /// A desired set of thousands of Instances is one message.
 const MAX_MESSAGE: usize = 64 << 20;
 
@@ -75,7 +78,7 @@ pub async fn run<I: InstanceControl>(
         Ok(handler) => handler,
         Err(end) => return end,
     };
-    let end = serve(node, &mut handler, &mut inbound, &outbox).await;
+    let end = serve(node, &mut handler, &mut inbound, &outbox, heartbeat(&first)).await;
     handler.close(&end);
     end
 }
@@ -140,6 +143,7 @@ fn accept<I: InstanceControl>(
     let mut accepted = ack::accept(&record, sent, &node.boot_id, ack).map_err(End::Disobeyed)?;
     accepted.highest_term = kibo_crds::Term(first.term);
     node.state.update(|record| *record = accepted).map_err(|error| End::Local(error.to_string()))?;
+    node.enters_session(Duration::from_millis(ack.return_within_millis.into()));
     let incarnation = kibo_crds::Incarnation(ack.incarnation);
     node.pools.live(Some(incarnation));
     tracing::info!(
@@ -152,6 +156,16 @@ fn accept<I: InstanceControl>(
     Handler::begin(Arc::clone(node), incarnation, outbox, way, ack)
 }
 
+/// How often the operator wants to hear that this node lives.
+fn heartbeat(first: &v1::ToNode) -> Duration {
+    match &first.message {
+        Some(v1::to_node::Message::HelloAck(ack)) if ack.heartbeat_millis > 0 => {
+            Duration::from_millis(ack.heartbeat_millis.into()).max(SHORTEST_HEARTBEAT)
+        }
+        _ => HEARTBEAT,
+    }
+}
+
 pub fn refusal(refused: &v1::SessionRefused) -> End {
     End::Refused { reason: refused.reason(), message: refused.message.clone() }
 }
@@ -161,12 +175,15 @@ async fn serve<I: InstanceControl>(
     handler: &mut Handler<I>,
     inbound: &mut Streaming<v1::ToNode>,
     outbox: &Outbox,
+    heartbeat: Duration,
 ) -> End {
     let mut events = EventSender::default();
     let mut changes = node.spool.changes();
     let mut reporter = Reporter::default();
     let mut look = interval(LOOK_EVERY);
     look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut beat = interval(heartbeat);
+    beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
     handler.start_desired().await;
     changes.mark_changed();
     loop {
@@ -190,6 +207,8 @@ async fn serve<I: InstanceControl>(
                     outbox.send(Message::Report(report));
                 }
             }
+            // In this loop and nowhere else: it says that what the operator sends is acted upon.
+            _ = beat.tick() => outbox.send(Message::Heartbeat(v1::Heartbeat {})),
             () = outbox.broken() => return End::Lost("the operator does not read what this node sends".into()),
         }
     }

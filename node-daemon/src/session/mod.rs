@@ -26,7 +26,7 @@ pub use control::{InstanceControl, Inventoried};
 pub use enroll::{EnrollError, Proof};
 pub use node::{Node, NodeParts};
 
-use backoff::{End, Next};
+use backoff::{End, Next, Past};
 use connect::Trust;
 
 use crate::{config::Endpoint, state::Credentials};
@@ -52,14 +52,21 @@ pub async fn run<I: InstanceControl>(node: Arc<Node<I>>, shutdown: CancellationT
 
 async fn keep_open<I: InstanceControl>(node: &Arc<Node<I>>, shutdown: CancellationToken) -> Outcome {
     let mut failures: u32 = 0;
+    let mut lost_at = None;
     let mut last_end = None;
     for attempt in 0usize.. {
         let endpoints = &node.config.control.endpoints;
         let endpoint = &endpoints[attempt % endpoints.len()];
         let begun = tokio::time::Instant::now();
         let end = one_session(node, endpoint, &shutdown).await;
-        failures = if begun.elapsed() >= LIVED { 1 } else { failures.saturating_add(1) };
-        let next = backoff::next(&end, failures);
+        let had_session = node.leaves_session();
+        failures = if had_session && begun.elapsed() >= LIVED { 1 } else { failures.saturating_add(1) };
+        if had_session {
+            lost_at = Some(tokio::time::Instant::now());
+        }
+        let alone_for = lost_at.map(|at| at.elapsed());
+        let past = Past { failures, alone_for, return_within: node.return_within() };
+        let next = backoff::next(&end, past);
         tell(endpoint, &end, next, last_end.as_ref() == Some(&end));
         let wait = match next {
             Next::Exit => return Outcome::Shutdown,
@@ -67,7 +74,7 @@ async fn keep_open<I: InstanceControl>(node: &Arc<Node<I>>, shutdown: Cancellati
                 node.isolate().await;
                 return Outcome::Isolated;
             }
-            Next::Retry(wait) => backoff::jittered(wait, rand::random()),
+            Next::Retry(wait) => backoff::jittered(wait, rand::random(), past),
         };
         last_end = Some(end);
         tokio::select! {

@@ -2,7 +2,8 @@
 
 use std::{
     collections::HashSet,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 use kibo_crds::{Incarnation, InstanceId, NodeId};
@@ -16,6 +17,9 @@ use crate::{
     spool::EventSpool,
     state::{NodeState, StateDir},
 };
+
+/// Whatever an operator says.
+const LONGEST_RETURN: Duration = Duration::from_secs(60);
 
 /// The rooms that a node is made from.
 pub struct NodeParts<I> {
@@ -42,15 +46,24 @@ pub struct Node<I> {
     pub(super) instances: I,
     pub(super) streams: OpenStreams,
     settling: Mutex<HashSet<InstanceId>>,
+    pace: Mutex<Pace>,
+}
+
+/// What the last session leaves for the time after it.
+#[derive(Default)]
+struct Pace {
+    /// Over how long a time the fleet's return is spread, as the operator said.
+    return_within: Duration,
+    in_session: bool,
 }
 
 impl<I: InstanceControl> Node<I> {
     pub fn new(parts: NodeParts<I>) -> Self {
         let NodeParts { id, boot_id, config, dir, state, pools, spool, instances } = parts;
         let admission = Admission::new(config.resources, config.images.dir.clone(), Arc::clone(&pools));
-        let settling = Mutex::default();
+        let (settling, pace) = (Mutex::default(), Mutex::default());
         let streams = OpenStreams::default();
-        Self { id, boot_id, config, dir, state, pools, spool, admission, instances, streams, settling }
+        Self { id, boot_id, config, dir, state, pools, spool, admission, instances, streams, settling, pace }
     }
 
     /// Marks an Instance whose grants are being closed; `false` when it is marked already.
@@ -70,6 +83,24 @@ impl<I: InstanceControl> Node<I> {
 
     pub(super) fn is_listed(&self, instance: InstanceId) -> bool {
         self.instances.list().iter().any(|summary| summary.id == instance)
+    }
+
+    /// The operator took this node, and said over how long a time its fleet is to return after the session.
+    pub(super) fn enters_session(&self, return_within: Duration) {
+        *self.pace() = Pace { return_within: return_within.min(LONGEST_RETURN), in_session: true };
+    }
+
+    /// Whether there was a session since it was asked last.
+    pub(super) fn leaves_session(&self) -> bool {
+        std::mem::take(&mut self.pace().in_session)
+    }
+
+    pub(super) fn return_within(&self) -> Duration {
+        self.pace().return_within
+    }
+
+    fn pace(&self) -> MutexGuard<'_, Pace> {
+        self.pace.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The life that this node leads since its last session.

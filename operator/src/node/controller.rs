@@ -37,12 +37,13 @@ use crate::{
     session::{Pace, hooks::Usage, revision_of, spares_unknown},
     storage_pool,
     watch::WatchBackoff,
+    watchdog::Reach,
 };
 
 /// Every Node is looked at this often, also when nothing happened: conditions that go by time end then.
 const PERIOD: Duration = Duration::from_secs(60);
-/// A new leader gives nodes this long to open their sessions anew, before it says that they are gone.
-const RETURN_GRACE: Duration = Duration::from_secs(15);
+/// What a node says at once in a new session is written together, if it comes within this time.
+const FIRST_WORDS: Duration = Duration::from_millis(500);
 /// A Node's status follows a busy allocation at this pace.
 const PACE: Duration = Duration::from_secs(1);
 /// However a host changes its word: so many writes at once, and then one each second.
@@ -53,7 +54,6 @@ const CONCURRENCY: u16 = 16;
 pub struct NodeControl {
     pub ctx: Ctx,
     pub usage: Arc<dyn Usage>,
-    began: Instant,
     pub(super) isolating: isolation::Running,
     written: Mutex<HashMap<NodeId, Written>>,
 }
@@ -66,8 +66,7 @@ struct Written {
 
 impl NodeControl {
     pub fn new(ctx: Ctx, usage: Arc<dyn Usage>) -> Self {
-        let isolating = isolation::Running::default();
-        Self { ctx, usage, began: Instant::now(), isolating, written: Mutex::default() }
+        Self { ctx, usage, isolating: isolation::Running::default(), written: Mutex::default() }
     }
 
     pub fn api(&self) -> Api<Node> {
@@ -79,10 +78,13 @@ impl NodeControl {
         // In this order: see `is_opening`.
         let opening = self.ctx.registry.is_opening(id);
         let live = self.ctx.registry.get(id).map(|session| session.view());
+        let reach = self.ctx.watchdog.reach(id);
         Observed {
             node,
-            orphaned: live.is_none() && !opening && self.began.elapsed() > RETURN_GRACE,
+            orphaned: live.is_none() && !opening && reach != Reach::Reachable,
             live,
+            reach,
+            periods: self.ctx.watchdog.periods(),
             refused: self.ctx.registry.refusal(id),
             wanted: effective(&node.spec, &self.ctx.overcommit.get()),
             usage: self.usage.of_node(id),
@@ -90,12 +92,10 @@ impl NodeControl {
         }
     }
 
-    /// When a Node is looked at again though nothing happens: the end of the grace for returning nodes first.
-    fn next_look(&self) -> Duration {
-        match RETURN_GRACE.checked_sub(self.began.elapsed()) {
-            Some(left) => left + Duration::from_millis(100),
-            None => PERIOD,
-        }
+    /// Time left for the first words of a new session.
+    fn first_words(&self, id: &NodeId) -> Option<Duration> {
+        let session = self.ctx.registry.get(id)?;
+        FIRST_WORDS.checked_sub(session.opened_at.elapsed()).filter(|_| !session.has_said_all())
     }
 
     /// Time left until the next write that follows usage alone.
@@ -137,11 +137,22 @@ pub async fn load(ctx: &Ctx) -> Result<(), kube::Error> {
     let mut params = ListParams::default().limit(500);
     loop {
         let page = api.list(&params).await?;
-        page.items.iter().for_each(|node| ctx.nodes.observe(node));
+        for node in &page.items {
+            ctx.nodes.observe(node);
+            expect(ctx, node);
+        }
         match page.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(token) => params.continue_token = Some(token),
             None => return Ok(()),
         }
+    }
+}
+
+/// A node that has lived has a full period from now on to say something.
+fn expect(ctx: &Ctx, node: &Node) {
+    let session = node.status.as_ref().and_then(|status| status.session.as_ref());
+    if let (Some(id), Some(session)) = (node.metadata.name.as_deref().and_then(|name| name.parse().ok()), session) {
+        ctx.watchdog.expect(&id, session.alive);
     }
 }
 
@@ -219,9 +230,11 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
     }
     let observed = control.observe(&id, &node);
     let status = compute(&observed);
-    let next = control.next_look();
     if !is_worth_a_write(node.status.as_ref(), &status) {
-        return Ok(Action::requeue(next));
+        return Ok(Action::requeue(PERIOD));
+    }
+    if let Some(left) = control.first_words(&id) {
+        return Ok(Action::requeue(left));
     }
     if let Some(left) = control.held_back(&id) {
         return Ok(Action::requeue(left));
@@ -232,7 +245,7 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
         return Ok(Action::requeue(left));
     }
     control.write(&id, &node, status).await?;
-    Ok(Action::requeue(next))
+    Ok(Action::requeue(PERIOD))
 }
 
 /// Brings what the spec asks for to the live session.

@@ -44,6 +44,11 @@ impl Facts {
         }
     }
 
+    /// Whether the node has lived and may say something again in its current life.
+    pub fn is_awaited(&self) -> bool {
+        !self.retired && self.incarnation.is_some_and(|current| self.isolated.is_none_or(|isolated| isolated < current))
+    }
+
     fn merge(&mut self, other: Self) {
         self.incarnation = self.incarnation.max(other.incarnation);
         self.isolated = self.isolated.max(other.isolated);

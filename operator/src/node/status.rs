@@ -1,18 +1,22 @@
 //! What is true of a Node, computed from everything that the leader knows. Pure.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, time::Duration};
 
 use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::SignedDuration};
 use kibo_crds::{
     ConditionType, Node, condition,
     node::{
-        Admission, Amounts, NodePhase, NodePool, NodeReport, NodeSession, NodeStatus, Quarantine, UnknownInstances,
+        Admission, Amounts, NodeClock, NodePhase, NodePool, NodeReport, NodeSession, NodeStatus, Quarantine,
+        UnknownInstances,
     },
     set_condition,
 };
 
 use super::isolation::{self, Fence};
-use crate::session::{Capacity, DeclaredPool, Settings, hooks::NodeUsage};
+use crate::{
+    session::{Capacity, DeclaredPool, Settings, hooks::NodeUsage},
+    watchdog::{Periods, Reach},
+};
 
 /// A report may be as old as this before the status is written for its time alone.
 const REPORT_REFRESH: SignedDuration = SignedDuration::from_secs(55);
@@ -28,6 +32,8 @@ pub struct Live {
     pub host_labels: BTreeMap<String, String>,
     pub settings: Settings,
     pub settings_confirmed: bool,
+    /// Absent: not measured yet in this session.
+    pub clock: Option<NodeClock>,
     pub report: Option<Reported>,
 }
 
@@ -61,6 +67,9 @@ pub struct Observed<'a> {
     /// This leader holds no session of the node and has waited long enough for its return: a session that
     /// an earlier leader left as alive is over.
     pub orphaned: bool,
+    /// By the node's last word to this leader.
+    pub reach: Reach,
+    pub periods: Periods,
     /// Settings that the spec and the policy ask for.
     pub wanted: Settings,
     pub usage: NodeUsage,
@@ -76,6 +85,7 @@ pub fn compute(observed: &Observed<'_>) -> NodeStatus {
     session(&mut status, observed);
     quarantine(&mut status, observed);
     amounts(&mut status, observed);
+    clock(&mut status, observed);
     let isolated = match isolation::fence(node) {
         Fence::Undecided(isolated) | Fence::Closed(isolated) => status.incarnation <= Some(isolated),
         Fence::Open => false,
@@ -153,6 +163,14 @@ fn amounts(status: &mut NodeStatus, observed: &Observed<'_>) {
     }
 }
 
+/// Of the session that lives: without one nothing is known of the clock.
+fn clock(status: &mut NodeStatus, observed: &Observed<'_>) {
+    let is_awaited = observed.live.is_none() && status.session.as_ref().is_some_and(|session| session.alive);
+    if !is_awaited {
+        status.clock = observed.live.as_ref().and_then(|live| live.clock.clone());
+    }
+}
+
 fn node_pool(pool: &DeclaredPool) -> NodePool {
     NodePool {
         id: pool.id.clone(),
@@ -200,15 +218,25 @@ fn phase(status: &NodeStatus, isolated: bool, observed: &Observed<'_>, drain: Dr
     // A session of an earlier leader still counts until its node had the time to return.
     let alive = status.session.as_ref().is_some_and(|session| session.alive);
     match (alive || observed.live.is_some(), drain) {
-        (false, _) => NodePhase::NotReady,
+        (false, _) => silent(status.phase, observed.reach),
         (true, DrainState::NotRequested) => NodePhase::Ready,
         (true, DrainState::Draining) => NodePhase::Draining,
         (true, DrainState::Drained) => NodePhase::Drained,
     }
 }
 
+/// A node without a session. What an earlier leader found stands until the node says something.
+fn silent(stored: Option<NodePhase>, reach: Reach) -> NodePhase {
+    match (stored, reach) {
+        (_, Reach::Offline) | (Some(NodePhase::Offline), _) => NodePhase::Offline,
+        (_, Reach::Unreachable) | (Some(NodePhase::Unreachable), _) => NodePhase::Unreachable,
+        (_, Reach::Reachable) => NodePhase::NotReady,
+    }
+}
+
 fn conditions(status: &mut NodeStatus, observed: &Observed<'_>, phase: NodePhase, drain: DrainState) {
     let generation = observed.node.metadata.generation;
+    let synchronized = synchronized(status, observed);
     let mut set = |kind, value, reason: &str, message: &str| {
         set_condition(&mut status.conditions, condition(kind, value, reason, message, generation, &observed.now));
     };
@@ -216,6 +244,9 @@ fn conditions(status: &mut NodeStatus, observed: &Observed<'_>, phase: NodePhase
     set(ConditionType::Ready, Some(ready), reason, &message);
     let (schedulable, reason, message) = schedulable(observed, phase, ready);
     set(ConditionType::Schedulable, Some(schedulable), reason, &message);
+    if let Some((synchronized, reason, message)) = synchronized {
+        set(ConditionType::ClockSynchronized, synchronized, reason, message);
+    }
     let (drained, reason, message) = drained(observed, drain);
     set(ConditionType::Drained, Some(drained), reason, &message);
     let was_duplicate = observed
@@ -314,13 +345,46 @@ fn ready(observed: &Observed<'_>, phase: NodePhase) -> Verdict {
             ),
             None => (
                 false,
-                "NoSession",
+                silence(phase),
                 format!(
-                    "the node has no control session; what runs there goes on: see whether {name} is up and kibo-node-daemon runs there"
+                    "{}; what runs there goes on: see whether {name} is up, reaches the operator, and kibo-node-daemon runs there",
+                    silence_in_words(phase, observed.periods)
                 ),
             ),
         },
     }
+}
+
+fn silence(phase: NodePhase) -> &'static str {
+    match phase {
+        NodePhase::Offline => "Offline",
+        NodePhase::Unreachable => "Unreachable",
+        _ => "NoSession",
+    }
+}
+
+fn silence_in_words(phase: NodePhase, periods: Periods) -> String {
+    let nothing_for = |period: Duration| format!("nothing was heard of the node for {} s", period.as_secs());
+    match phase {
+        NodePhase::Offline => nothing_for(periods.offline),
+        NodePhase::Unreachable => nothing_for(periods.unreachable),
+        _ => "the node has no control session".to_owned(),
+    }
+}
+
+/// `None`: nothing new is known.
+fn synchronized(status: &NodeStatus, observed: &Observed<'_>) -> Option<(Option<bool>, &'static str, &'static str)> {
+    Some(match (&observed.live, &status.clock) {
+        (_, Some(clock)) if clock.over => (
+            Some(false),
+            "ClockOff",
+            "the node's clock is more than 30 s off the operator's (status.clock), so no new Workspace is placed here: mend the time synchronization of the host",
+        ),
+        (_, Some(_)) => (Some(true), "WithinBounds", "the node's clock is within 30 s of the operator's"),
+        (Some(_), None) => (None, "NotMeasured", "the node's clock was not measured yet in this session"),
+        (None, None) if status.session.is_some() => (None, "NoSession", "the node has no control session"),
+        (None, None) => return None,
+    })
 }
 
 fn schedulable(observed: &Observed<'_>, phase: NodePhase, ready: bool) -> Verdict {
@@ -340,6 +404,16 @@ fn schedulable(observed: &Observed<'_>, phase: NodePhase, ready: bool) -> Verdic
     if !live.settings_confirmed {
         let message = "the node has not confirmed its settings yet: usually it does within a second";
         return (false, "SettingsUnconfirmed", message.to_owned());
+    }
+    match &live.clock {
+        None => {
+            let message = "the node's clock is being measured: usually that takes less than a second";
+            return (false, "ClockNotMeasured", message.to_owned());
+        }
+        Some(clock) if clock.over => {
+            return (false, "ClockOff", "the node's clock is off: see the condition ClockSynchronized".to_owned());
+        }
+        Some(_) => {}
     }
     match live.pools.iter().find(|pool| pool.default) {
         None => (
@@ -395,6 +469,11 @@ pub fn is_worth_a_write(old: Option<&NodeStatus>, new: &NodeStatus) -> bool {
         }
         for pool in &mut status.pools {
             pool.free = None;
+        }
+        if let (Some(clock), Some(old)) = (&mut status.clock, &old.clock)
+            && (clock.over, clock.kernel_synchronized) == (old.over, old.kernel_synchronized)
+        {
+            clock.clone_from(old);
         }
         status
     };

@@ -26,6 +26,20 @@ fn settings(drain: bool) -> Settings {
     Settings { drain, slots: None, cpu: "2".parse().unwrap(), memory: Ratio::ONE }
 }
 
+const PERIODS: Periods = Periods { unreachable: Duration::from_secs(15), offline: Duration::from_secs(60) };
+
+fn clock(offset_millis: i64) -> NodeClock {
+    let over = offset_millis.abs() > 30_000;
+    NodeClock {
+        offset_millis,
+        uncertainty_millis: 1,
+        kernel_synchronized: Some(true),
+        over,
+        shown: NodeClock::show(offset_millis, over),
+        measured_at: at(90),
+    }
+}
+
 fn live(drain: bool, report: Option<Reported>) -> Live {
     Live {
         session: NodeSession {
@@ -49,6 +63,7 @@ fn live(drain: bool, report: Option<Reported>) -> Live {
         host_labels: [("zone".to_owned(), "a".to_owned())].into(),
         settings: settings(drain),
         settings_confirmed: true,
+        clock: Some(clock(7)),
         report,
     }
 }
@@ -60,6 +75,8 @@ fn observed(node: &Node) -> Observed<'_> {
         live: None,
         refused: None,
         orphaned: true,
+        reach: Reach::Reachable,
+        periods: PERIODS,
         wanted: settings(drain),
         usage: NodeUsage::default(),
         now: at(100),
@@ -185,4 +202,52 @@ fn computing_twice_changes_nothing_and_readings_wait_for_the_period() {
     assert_eq!(with(&node, 100, 5), first);
     assert!(!is_worth_a_write(node.status.as_ref(), &with(&node, 120, 4)));
     assert!(is_worth_a_write(node.status.as_ref(), &with(&node, 160, 5)));
+}
+
+#[test]
+fn a_silent_node_is_unreachable_then_offline_and_no_leader_takes_that_back() {
+    let mut node = node(Some(Admission::Admitted), |node| {
+        node.status.as_mut().unwrap().session = Some(NodeSession { alive: false, ..live(false, None).session });
+    });
+    for (reach, phase, reason) in [
+        (Reach::Reachable, NodePhase::NotReady, "NoSession"),
+        (Reach::Unreachable, NodePhase::Unreachable, "Unreachable"),
+        (Reach::Offline, NodePhase::Offline, "Offline"),
+        // Another leader, that has just begun.
+        (Reach::Reachable, NodePhase::Offline, "Offline"),
+    ] {
+        let status = compute(&Observed { reach, ..observed(&node) });
+        assert_eq!(status.phase, Some(phase));
+        assert_eq!(condition_of(&status, ConditionType::Ready), ("False", reason));
+        node.status = Some(status);
+    }
+    let back = compute(&Observed { live: Some(live(false, None)), ..observed(&node) });
+    assert_eq!(back.phase, Some(NodePhase::Ready));
+}
+
+#[test]
+fn a_clock_that_is_off_closes_placement_and_is_known_only_with_a_session() {
+    let mut node = node(Some(Admission::Admitted), |_| {});
+    let with = |node: &Node, clock: Option<NodeClock>| {
+        compute(&Observed { live: Some(Live { clock, ..live(false, None) }), ..observed(node) })
+    };
+    let unmeasured = with(&node, None);
+    assert_eq!(condition_of(&unmeasured, ConditionType::Schedulable), ("False", "ClockNotMeasured"));
+    assert_eq!(condition_of(&unmeasured, ConditionType::ClockSynchronized), ("Unknown", "NotMeasured"));
+    let off = with(&node, Some(clock(-40_000)));
+    assert_eq!(condition_of(&off, ConditionType::Schedulable), ("False", "ClockOff"));
+    assert_eq!(condition_of(&off, ConditionType::ClockSynchronized), ("False", "ClockOff"));
+    assert_eq!(condition_of(&off, ConditionType::Ready), ("True", "SessionLive"));
+    let good = with(&node, Some(clock(20_000)));
+    assert_eq!(condition_of(&good, ConditionType::ClockSynchronized), ("True", "WithinBounds"));
+    // A few milliseconds are no news; opening and closing is.
+    assert!(!is_worth_a_write(Some(&good), &with(&node, Some(clock(20_003)))));
+    assert!(is_worth_a_write(Some(&good), &off));
+
+    node.status = Some(good);
+    let awaited = compute(&Observed { orphaned: false, ..observed(&node) });
+    assert!(awaited.clock.is_some(), "a new leader waits for the node");
+    let over = compute(&observed(&node));
+    assert_eq!(over.clock, None);
+    assert_eq!(condition_of(&over, ConditionType::ClockSynchronized), ("Unknown", "NoSession"));
 }

@@ -7,11 +7,15 @@ use std::{
 };
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-use kibo_crds::{Bytes, Incarnation, MilliCpu, NodeId, PoolId, Ratio, Term, node::NodeSession};
+use kibo_crds::{
+    Bytes, Incarnation, MilliCpu, NodeId, PoolId, Ratio, Term,
+    node::{NodeClock, NodeSession},
+};
 use kibo_protocol::v1::{self, to_node};
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
+use super::clock::{Clock, Moment};
 use crate::{
     clock::now,
     leader::History,
@@ -89,11 +93,19 @@ pub struct State {
     /// The HelloAck with the desired set has gone out: the node may be a candidate.
     pub acknowledged: bool,
     pub last_assigned: Option<Instant>,
-    /// Last sign of life, for the watchdog.
-    pub heard_at: Instant,
+    /// How far the node's clock is off.
+    pub clock: Clock,
     /// The node did something since the renewal of the Lease with this time: it is to remember a later one, which
     /// no backup contains that was made before.
     pub owed: Option<u64>,
+}
+
+/// A new measurement of the node's clock.
+#[derive(Clone, Debug)]
+pub struct ClockNews {
+    pub clock: NodeClock,
+    /// It opens or closes placement.
+    pub moves: bool,
 }
 
 /// Why the operator ends a session; the node is told.
@@ -120,6 +132,7 @@ pub struct Session {
     pub home: String,
     pub version: String,
     pub started_at: Time,
+    pub opened_at: Instant,
     pub term: Term,
     pub capacity: Capacity,
     /// After an adoption: that a Workspace does not exist is no proof that its Instance belongs to nobody.
@@ -153,6 +166,7 @@ pub struct NewSession {
     pub settings_revision: u64,
     pub spares_unknown: bool,
     pub history: Arc<History>,
+    pub clock_period: Duration,
 }
 
 /// Whether it leaves something on the node that a backup from before does not know.
@@ -181,6 +195,7 @@ impl Session {
             home: new.home,
             version: new.version,
             started_at: crate::clock::now(),
+            opened_at: now,
             term: new.term,
             capacity: new.capacity,
             spares_unknown: new.spares_unknown,
@@ -200,7 +215,7 @@ impl Session {
                 report: None,
                 acknowledged: false,
                 last_assigned: None,
-                heard_at: now,
+                clock: Clock::new(new.clock_period, now),
                 owed: None,
             }),
             ending: Mutex::default(),
@@ -402,8 +417,41 @@ impl Session {
             pools: state.pools.clone(),
             settings: state.settings.settings,
             settings_confirmed: state.settings.confirmed,
+            clock: state.clock.current().cloned(),
             report,
         }
+    }
+
+    /// Sends the probe of the clock that is due, if any, and says what is new.
+    pub fn probe_clock(&self) -> Option<ClockNews> {
+        self.with_clock(|clock| clock.tick(Moment::now(), &now()))
+    }
+
+    /// Takes the answer to a probe in, and says what is new.
+    pub fn take_clock(&self, reading: &v1::ClockReading) -> Option<ClockNews> {
+        self.with_clock(|clock| clock.take(reading, Moment::now(), &now()))
+    }
+
+    fn with_clock(&self, act: impl FnOnce(&mut Clock) -> Option<v1::ClockProbe>) -> Option<ClockNews> {
+        let (probe, news) = {
+            let mut state = self.state();
+            let before = state.clock.current().cloned();
+            let probe = act(&mut state.clock);
+            let after = state.clock.current().filter(|after| before.as_ref() != Some(*after));
+            let was_over = before.as_ref().map(|clock| clock.over);
+            let news = after.map(|clock| ClockNews { moves: was_over != Some(clock.over), clock: clock.clone() });
+            (probe, news)
+        };
+        if let Some(probe) = probe {
+            self.send(to_node::Message::ClockProbe(probe));
+        }
+        news
+    }
+
+    /// Whether everything has come that a node says at once in a new session.
+    pub fn has_said_all(&self) -> bool {
+        let state = self.state();
+        state.settings.confirmed && state.clock.current().is_some() && state.report.is_some()
     }
 
     /// How long the settings have been waiting for their confirmation.

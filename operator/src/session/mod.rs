@@ -1,5 +1,6 @@
 //! Control sessions: opened by the nodes, held by the leader.
 
+mod clock;
 mod enroll;
 mod hello;
 pub mod hooks;

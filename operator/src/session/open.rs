@@ -229,6 +229,7 @@ async fn commit(
         settings_revision: revision.unwrap_or_default() + 1,
         spares_unknown: spares_unknown(node),
         history: ctx.history.clone(),
+        clock_period: ctx.clock_period,
     });
     session.relabel(node.metadata.labels.as_ref());
     let status = status_with(leading, node, &session);
@@ -245,6 +246,7 @@ async fn commit(
         leading.desired.incarnation_began(&hello.node, incarnation).await;
     }
     let session = Arc::new(session);
+    ctx.watchdog.heard(&hello.node);
     ctx.registry.insert(session.clone());
     kibo_failpoint::reach("hello-entered").await;
     ctx.nodes.touch(&hello.node);

@@ -40,12 +40,19 @@ pub struct NodeSnapshot {
     /// Whether it is the pool that the cluster means, [`crate::storage_pool::PoolIndex::has_marker`] tells.
     pub pools: Vec<DeclaredPool>,
     pub last_assigned: Option<Instant>,
+    /// Whether the node's clock is out of bounds; absent before its first measurement in this session.
+    pub clock_over: Option<bool>,
 }
 
 impl NodeSnapshot {
     /// How many Instances may run here at once; absent: no limit.
     pub fn slots(&self) -> Option<u32> {
         self.settings.slots.or(self.capacity.max_instances)
+    }
+
+    /// Whether everything is known that placement goes by.
+    pub fn is_settled(&self) -> bool {
+        self.desired_sent && self.settings_confirmed && self.clock_over.is_some()
     }
 
     /// Capacity times ratio.
@@ -334,5 +341,6 @@ fn snapshot_of(session: &Session) -> NodeSnapshot {
         desired_sent: state.acknowledged,
         pools: state.pools.clone(),
         last_assigned: state.last_assigned,
+        clock_over: state.clock.current().map(|clock| clock.over),
     }
 }

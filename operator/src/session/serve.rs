@@ -16,7 +16,7 @@ use super::{
     hooks::Absence,
     inbound::{Pace, bound, one_line},
     lanes,
-    live::{OfferAnswer, Session},
+    live::{ClockNews, OfferAnswer, Session},
     open::{Leading, Opened, Opening, Refusal, open, read_node},
 };
 use crate::node::compute_status;
@@ -30,6 +30,10 @@ const EVENT_QUEUE: usize = 4096;
 /// Messages of one node, on the average of many; beyond it the node's stream is read slowly.
 const MESSAGE_EVERY: Duration = Duration::from_millis(4);
 const MESSAGES_AT_ONCE: u32 = 2000;
+/// Why a session ends is told for so long to a node that does not read.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+/// A node whose events wait for this operator is not silent; it is noted this often.
+const WAITING: Duration = Duration::from_secs(1);
 /// Attempts to compute the desired set before the session is given up.
 const DESIRED_ATTEMPTS: u32 = 5;
 
@@ -79,8 +83,7 @@ pub async fn serve(
         leading.nodes.ctx.registry.notify();
         read(&leading, &session, inbound).await;
         end(&leading, &session);
-        // Its last words.
-        let _ = tokio::time::timeout(Duration::from_secs(2), writer).await;
+        let _ = writer.await;
     } else {
         end(&leading, &session);
     }
@@ -129,10 +132,22 @@ async fn acknowledge(leading: &Leading, opened: &Opened, wire: &Wire) -> Option<
         desired,
         moment: Some(session.moment()),
         adopts: opened.adopts.clone(),
+        heartbeat_millis: millis(leading.nodes.ctx.watchdog.periods().heartbeat()),
+        return_within_millis: millis(return_within(leading.nodes.ctx.nodes.expected().len())),
     };
     let message = ToNode { term: session.term.0, message: Some(to_node::Message::HelloAck(ack)) };
     wire.send(Ok(message)).await.ok()?;
     Some(instances)
+}
+
+/// A leader takes about two hundred nodes back in a second without anybody waiting in line.
+fn return_within(fleet: usize) -> Duration {
+    let fleet = u64::try_from(fleet).unwrap_or(u64::MAX);
+    Duration::from_millis(fleet.saturating_mul(5)).clamp(Duration::from_millis(250), Duration::from_secs(30))
+}
+
+fn millis(duration: Duration) -> u32 {
+    u32::try_from(duration.as_millis()).unwrap_or(u32::MAX)
 }
 
 async fn desired(leading: &Leading, session: &Session) -> Option<Vec<v1::Desired>> {
@@ -158,13 +173,16 @@ async fn write(session: Arc<Session>, mut queue: mpsc::Receiver<ToNode>, wire: W
             message = queue.recv() => message,
         };
         let Some(message) = message else { break };
-        if wire.send(Ok(message)).await.is_err() {
+        // A node that does not read keeps nobody waiting.
+        let sent = session.over.run_until_cancelled(wire.send(Ok(message))).await;
+        if !matches!(sent, Some(Ok(()))) {
             session.over.cancel();
             break;
         }
     }
     if let Some(ending) = session.ending() {
-        refuse(&wire, session.term.0, Refusal::new(ending.reason, ending.message)).await;
+        let refusal = refuse(&wire, session.term.0, Refusal::new(ending.reason, ending.message));
+        let _ = tokio::time::timeout(LAST_WORDS, refusal).await;
     }
 }
 
@@ -187,6 +205,9 @@ async fn read(leading: &Arc<Leading>, session: &Arc<Session>, mut inbound: Strea
             }
             _ = tick.tick() => {
                 session.settle_moment();
+                if let Some(news) = session.probe_clock() {
+                    measured(leading, session, &news);
+                }
                 if session.unconfirmed_for().is_some_and(|waited| waited > confirmed_within) {
                     tracing::warn!(node = %session.node, session = session.id, "the node did not confirm its settings: the session ends and they are sent again with the next one");
                     return;
@@ -230,7 +251,7 @@ async fn handle(
     message: from_node::Message,
 ) {
     let ctx = &leading.nodes.ctx;
-    session.state().heard_at = std::time::Instant::now();
+    ctx.watchdog.heard(&session.node);
     match message {
         from_node::Message::Hello(_) => {
             tracing::warn!(node = %session.node, "a second hello in one session is ignored");
@@ -240,8 +261,13 @@ async fn handle(
                 tracing::debug!(node = %session.node, "a look at a fence that nobody waits for any more");
             }
         }
-        from_node::Message::Inventory(_) | from_node::Message::ClockReading(_) => {
+        from_node::Message::Inventory(_) => {
             tracing::warn!(node = %session.node, "an answer that nobody asked for is ignored");
+        }
+        from_node::Message::ClockReading(reading) => {
+            if let Some(news) = session.take_clock(&reading) {
+                measured(leading, session, &news);
+            }
         }
         // That it came is all that it says.
         from_node::Message::Heartbeat(_) => {}
@@ -254,8 +280,7 @@ async fn handle(
         }
         from_node::Message::Events(batch) => {
             for event in batch.events {
-                // Ends with the session; the node sends what was not acked again.
-                let _ = events.send(event).await;
+                queue(leading, session, events, event).await;
             }
         }
         from_node::Message::Report(report) => match declared_pools(&report.pools) {
@@ -280,6 +305,32 @@ async fn handle(
         }
         from_node::Message::StreamRefused(refused) => leading.streams.refused(&session.node, refused),
     }
+}
+
+/// Ends with the session; the node sends what was not acked again.
+async fn queue(
+    leading: &Leading,
+    session: &Session,
+    events: &mpsc::Sender<v1::InstanceEvent>,
+    event: v1::InstanceEvent,
+) {
+    loop {
+        match tokio::time::timeout(WAITING, events.reserve()).await {
+            Ok(Ok(permit)) => return permit.send(event),
+            Ok(Err(_)) => return,
+            // It says that it lives, and is not listened to.
+            Err(_) => leading.nodes.ctx.watchdog.heard(&session.node),
+        }
+    }
+}
+
+fn measured(leading: &Leading, session: &Session, news: &ClockNews) {
+    let ctx = &leading.nodes.ctx;
+    if news.moves {
+        tracing::info!(node = %session.node, offset = news.clock.shown, takes_workspaces = !news.clock.over, "the node's clock was measured");
+        ctx.registry.notify();
+    }
+    ctx.nodes.touch(&session.node);
 }
 
 /// In this order: out of the registry, closed; `alive=false` comes after it.

@@ -38,6 +38,7 @@ fn shop() -> Shop {
         settings: Settings { drain: false, slots: None, cpu: ratio, memory: ratio },
         settings_revision: 1,
         spares_unknown: false,
+        clock_period: Duration::from_secs(60),
         history: Arc::default(),
     });
     let sessions = Registry::default();

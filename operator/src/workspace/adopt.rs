@@ -112,6 +112,7 @@ fn adopt(draft: &mut Draft<'_>, evidence: &Evidence, instance: &InstanceEvidence
         address: stored.as_ref().and_then(|execution| execution.address.clone()),
         started_at: stored.map_or_else(|| now.clone(), |execution| execution.started_at),
     });
+    draft.node_is_reachable(true);
     if draft.phase() == WorkspacePhase::Deleting {
         return;
     }

@@ -49,6 +49,8 @@ pub fn workspace_status(
     }
     draft.consume(&start.request);
     draft.enter(WorkspacePhase::Starting);
+    // It has just accepted.
+    draft.node_is_reachable(true);
     let stored = workspace.status.clone().unwrap_or_default();
     Ok(draft.finish().status.map_or(stored, |status| *status))
 }

@@ -27,6 +27,9 @@ const WAKE_PERIOD: Duration = Duration::from_secs(60);
 /// Sessions are compared at most this often.
 const SESSIONS_PAUSE: Duration = Duration::from_millis(50);
 
+/// Between two Workspaces that are told that their node is offline.
+const OFFLINE_PAUSE: Duration = Duration::from_millis(10);
+
 /// The leadership ended before everything was listed.
 #[derive(Debug, thiserror::Error)]
 #[error("the leadership ended before the Workspaces were listed")]
@@ -88,6 +91,7 @@ impl Room {
         ctx.tasks.spawn(stop.clone().run_until_cancelled_owned(wake_waiting(world.clone())));
         ctx.tasks.spawn(stop.clone().run_until_cancelled_owned(follow_sessions(world.clone())));
         ctx.tasks.spawn(stop.clone().run_until_cancelled_owned(follow_nodes(world.clone())));
+        ctx.tasks.spawn(stop.clone().run_until_cancelled_owned(follow_watchdog(world.clone())));
         ctx.tasks.spawn(stop.clone().run_until_cancelled_owned(look_again_when_settled(world)));
         ctx.tasks.spawn(tombstone::run(ctx.client.clone(), stop));
     }
@@ -172,6 +176,23 @@ async fn follow_nodes(world: Arc<World>) {
     loop {
         match changed.recv().await {
             Ok(node) => world.wake_node(&node),
+            Err(RecvError::Lagged(_)) => world.wake_all(),
+            Err(RecvError::Closed) => return,
+        }
+    }
+}
+
+/// The Workspaces of a node that is offline say so, one after the other: nobody waits for it.
+async fn follow_watchdog(world: Arc<World>) {
+    let mut told = world.ctx.watchdog.told();
+    loop {
+        match told.recv().await {
+            Ok(node) => {
+                for key in world.workspaces.project(|index| index.keys_of(&node)) {
+                    world.bells.workspaces.push(key);
+                    tokio::time::sleep(OFFLINE_PAUSE).await;
+                }
+            }
             Err(RecvError::Lagged(_)) => world.wake_all(),
             Err(RecvError::Closed) => return,
         }

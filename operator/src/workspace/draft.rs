@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kibo_crds::{
-    CommandRecord, CommandResult, ConditionType, GROUP, Workspace, condition, digest, set_condition,
+    CommandRecord, CommandResult, ConditionType, GROUP, NodeId, Workspace, condition, digest, set_condition,
     workspace::{
         Execution, LastExecution, PowerRequest, PowerState, PowerStatus, Revision, Revisions, StopMode, WorkspacePhase,
         WorkspaceStatus,
@@ -60,6 +60,8 @@ pub struct Draft<'a> {
     wait: Option<Wait>,
     /// Where it could be placed, though nobody asks for it.
     place: Option<Wait>,
+    /// Whether the execution's node is reachable; `None`: what is stored stands.
+    reachable: Option<bool>,
 }
 
 fn bump(revision: &mut Revision, content: &impl Serialize) {
@@ -105,7 +107,7 @@ impl<'a> Draft<'a> {
         let keep_from = now.0 - COMMANDS_KEPT;
         status.commands.retain(|command| command.finished_at.as_ref().is_none_or(|at| at.0 >= keep_from));
         status.phase.get_or_insert(WorkspacePhase::Creating);
-        Self { workspace, status, notices: Vec::new(), now, wait: None, place: None }
+        Self { workspace, status, notices: Vec::new(), now, wait: None, place: None, reachable: None }
     }
 
     pub fn phase(&self) -> WorkspacePhase {
@@ -137,6 +139,11 @@ impl<'a> Draft<'a> {
     /// Says in the condition Placed where it could start; it waits for nothing.
     pub fn could_be_placed(&mut self, place: Wait) {
         self.place = Some(place);
+    }
+
+    /// Says how the execution's node stands.
+    pub fn node_is_reachable(&mut self, reachable: bool) {
+        self.reachable = Some(reachable);
     }
 
     /// Records the request in force as acted upon. Its command is `Processing` until something ends it.
@@ -249,10 +256,34 @@ impl<'a> Draft<'a> {
             Some(wait) if wait.condition == ConditionType::NodeReachable => {
                 self.set(ConditionType::NodeReachable, false, wait.reason, &wait.message);
             }
-            _ if self.status.execution.is_some() => self.set(ConditionType::NodeReachable, true, "SessionAlive", ""),
-            _ => self.forget_condition(ConditionType::NodeReachable),
+            _ => match (&self.status.execution, self.reachable) {
+                (None, _) => self.forget_condition(ConditionType::NodeReachable),
+                (Some(_), Some(true)) => self.set(ConditionType::NodeReachable, true, "SessionAlive", ""),
+                (Some(execution), Some(false)) => {
+                    let message = offline(&execution.node);
+                    self.set(ConditionType::NodeReachable, false, "NodeOffline", &message);
+                }
+                (Some(_), None) => self.confirm(ConditionType::NodeReachable),
+            },
         }
     }
+
+    /// What is stored stands, also for the newest spec.
+    fn confirm(&mut self, kind: ConditionType) {
+        let generation = self.workspace.metadata.generation;
+        let stored = self.status.conditions.iter_mut().find(|condition| condition.type_ == kind.to_string());
+        if let Some(condition) = stored {
+            condition.observed_generation = generation;
+        }
+    }
+}
+
+fn offline(node: &NodeId) -> String {
+    format!(
+        "node {node} has not been heard of for long: what runs there may go on, and is as it was when the node is back; \
+         when its host is off for good or can no longer write, isolate it: `kibo node isolate {node} \
+         --confirm-host-cannot-write`"
+    )
 }
 
 /// A finished draft.

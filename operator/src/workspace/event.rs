@@ -107,6 +107,7 @@ pub fn apply(
             && execution.last_seq.0 < event.seq
     });
     if is_current {
+        draft.node_is_reachable(true);
         take_in(&mut draft, event);
     }
     // A number alone is no reason for a write: without an effect the event may come again.

@@ -118,8 +118,10 @@ fn candidates(world: &World, snapshots: &[NodeSnapshot]) -> Vec<CandidateNode> {
 fn closed(snapshot: &NodeSnapshot) -> Option<Exclusion> {
     if snapshot.settings.drain {
         Some(Exclusion::Draining)
-    } else if !snapshot.desired_sent || !snapshot.settings_confirmed {
+    } else if !snapshot.is_settled() {
         Some(Exclusion::NotReady)
+    } else if snapshot.clock_over == Some(true) {
+        Some(Exclusion::ClockSkewed)
     } else {
         None
     }

@@ -16,6 +16,13 @@ pub trait Cluster: Sync {
     fn void(&self, node: &NodeId, incarnation: Incarnation) -> Option<Void>;
     /// Incarnation of the node's live session, once it has its desired set.
     fn session(&self, node: &NodeId) -> Option<Incarnation>;
+    /// Whether this incarnation of a node is reachable: `false` once its silence is to be said, `None` while nothing is
+    /// known.
+    fn is_reachable(&self, node: &NodeId, incarnation: Incarnation) -> Option<bool> {
+        if self.session(node) == Some(incarnation) { Some(true) } else { self.is_offline(node).then_some(false) }
+    }
+    /// Whether the watchdog wants Workspaces to say that the node is silent.
+    fn is_offline(&self, node: &NodeId) -> bool;
     /// The leader is new and its nodes may just be on their way: say nothing about a missing session yet.
     fn is_settling(&self) -> bool;
     /// Whether a node other than this one reaches the pool.

@@ -282,7 +282,7 @@ impl World {
     pub(super) fn expects_nodes(&self) -> bool {
         self.ctx.nodes.expected().iter().any(|node| {
             let snapshot = self.ctx.registry.snapshot_of(node);
-            !snapshot.is_some_and(|snapshot| snapshot.desired_sent && snapshot.settings_confirmed)
+            !snapshot.is_some_and(|snapshot| snapshot.is_settled())
         })
     }
 
@@ -326,6 +326,10 @@ impl Cluster for World {
     fn session(&self, node: &NodeId) -> Option<Incarnation> {
         let snapshot = self.ctx.registry.snapshot_of(node)?;
         snapshot.desired_sent.then_some(snapshot.incarnation)
+    }
+
+    fn is_offline(&self, node: &NodeId) -> bool {
+        self.ctx.watchdog.is_told(node)
     }
 
     fn is_settling(&self) -> bool {

@@ -162,6 +162,7 @@ mod tests {
             desired_sent: true,
             pools: pools.iter().map(pool).collect(),
             last_assigned: None,
+            clock_over: Some(false),
         }
     }
 

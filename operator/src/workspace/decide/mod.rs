@@ -125,6 +125,11 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
     {
         lose(&mut draft, void, is_deleting);
     }
+    if let Some(execution) = &draft.status.execution
+        && let Some(reachable) = sight.cluster.is_reachable(&execution.node, execution.incarnation)
+    {
+        draft.node_is_reachable(reachable);
+    }
     match (is_deleting, draft.status.execution.clone()) {
         (true, execution) => delete::decide(sight, draft, execution),
         (false, Some(execution)) => running::decide(sight, draft, &execution),

@@ -31,6 +31,7 @@ pub(super) struct Facts {
     sessions: Vec<(NodeId, Incarnation)>,
     voids: Vec<(NodeId, Incarnation, Void)>,
     told: Vec<InstanceId>,
+    offline: Vec<NodeId>,
     settling: bool,
 }
 
@@ -41,6 +42,10 @@ impl Cluster for Facts {
 
     fn session(&self, node: &NodeId) -> Option<Incarnation> {
         self.sessions.iter().find(|(n, _)| n == node).map(|(_, incarnation)| *incarnation)
+    }
+
+    fn is_offline(&self, node: &NodeId) -> bool {
+        self.offline.contains(node)
     }
 
     fn is_settling(&self) -> bool {
@@ -351,7 +356,34 @@ fn a_stop_without_a_session_says_what_it_waits_for() {
         "{status:?}"
     );
     let settling = Facts { settling: true, ..Facts::default() };
-    assert_eq!(condition(super::tests::status(&look(&workspace, &settling)), "NodeReachable").0, "True");
+    let says_nothing = super::tests::status(&look(&workspace, &settling)).conditions.clone();
+    assert!(says_nothing.iter().all(|condition| condition.type_ != "NodeReachable"), "{says_nothing:?}");
+}
+
+#[test]
+fn an_offline_node_is_said_and_the_phase_stays_until_the_node_is_back() {
+    let mut workspace = executing(WorkspacePhase::Available);
+    let offline = Facts { offline: vec![node("a")], ..Facts::default() };
+    let mut see = |facts: &Facts| {
+        if let Some(status) = look(&workspace, facts).outcome.status {
+            workspace.status = Some(*status);
+        }
+        let status = workspace.status.as_ref().unwrap();
+        assert_eq!(status.phase, Some(WorkspacePhase::Available));
+        let (value, reason) = condition(status, "NodeReachable");
+        (value.to_owned(), reason.to_owned())
+    };
+    let said = |value: &str, reason: &str| (value.to_owned(), reason.to_owned());
+    assert_eq!(see(&online()), said("True", "SessionAlive"));
+    // Its session is gone, and it may be back in a moment.
+    assert_eq!(see(&Facts::default()), said("True", "SessionAlive"));
+    assert_eq!(see(&offline), said("False", "NodeOffline"));
+    // A new leader has not heard of it either.
+    assert_eq!(see(&Facts::default()), said("False", "NodeOffline"));
+    // Back in another life: that is for the void to say.
+    let other_life = Facts { sessions: vec![(node("a"), Incarnation(2))], ..Facts::default() };
+    assert_eq!(see(&other_life), said("False", "NodeOffline"));
+    assert_eq!(see(&online()), said("True", "SessionAlive"));
 }
 
 #[test]

@@ -1,0 +1,3 @@
+//! The host itself, as its kernel shows it.
+
+pub mod clock;
