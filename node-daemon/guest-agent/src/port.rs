@@ -67,18 +67,25 @@ impl Port {
 
     /// Reads what is there into the connection. `true` when the host hung up.
     pub fn read(&mut self) -> bool {
-        match rustix::io::read(&self.fd, self.buffer.as_mut_slice()) {
-            Ok(len) if len > 0 => {
-                self.connection.receive(&self.buffer[..len]);
-                false
+        let mut len = 0;
+        // The kernel gives a page at a time, which is too little for a whole round of the loop.
+        let hung_up = loop {
+            match rustix::io::read(&self.fd, &mut self.buffer[len..]) {
+                Ok(more) if more > 0 => len += more,
+                Err(Errno::AGAIN) => break false,
+                Err(Errno::INTR) => {}
+                Ok(_) | Err(_) => break true,
             }
-            Err(Errno::AGAIN | Errno::INTR) => false,
-            Ok(_) | Err(_) => {
-                self.hung_up_since = Some(Instant::now());
-                self.connection.hang_up();
-                true
+            if len == self.buffer.len() {
+                break false;
             }
+        };
+        self.connection.receive(&self.buffer[..len]);
+        if hung_up {
+            self.hung_up_since = Some(Instant::now());
+            self.connection.hang_up();
         }
+        hung_up
     }
 
     /// Writes as much as the host takes now.

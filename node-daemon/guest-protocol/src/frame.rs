@@ -97,6 +97,8 @@ pub fn encode_with(
 pub struct Decoder {
     direction: Direction,
     partial: Vec<u8>,
+    /// Where a frame is decoded; kept for its memory.
+    plain: Vec<u8>,
     /// What came since the last delimiter is longer than any frame: drop all up to the next one.
     overlong: bool,
     broken: u64,
@@ -105,12 +107,12 @@ pub struct Decoder {
 impl Decoder {
     /// A decoder for frames that were written by `direction`.
     pub const fn new(direction: Direction) -> Self {
-        Self { direction, partial: Vec::new(), overlong: false, broken: 0 }
+        Self { direction, partial: Vec::new(), plain: Vec::new(), overlong: false, broken: 0 }
     }
 
     /// Takes bytes as they were read and hands each whole frame to `take`.
     pub fn feed(&mut self, mut bytes: &[u8], mut take: impl FnMut(Frame<'_>)) {
-        while let Some(end) = memchr::memchr(DELIMITER, bytes) {
+        while let Some(end) = cobs::find_zero(bytes) {
             self.push(&bytes[..end]);
             bytes = &bytes[end + 1..];
             self.finish(&mut take);
@@ -138,7 +140,7 @@ impl Decoder {
         if self.partial.is_empty() && !overlong {
             return;
         }
-        match cobs::decode(&mut self.partial).and_then(|plain| parse(self.direction, plain)) {
+        match cobs::decode(&self.partial, &mut self.plain).and_then(|plain| parse(self.direction, plain)) {
             Some(frame) => take(frame),
             None => self.broken += 1,
         }

@@ -24,11 +24,18 @@ pub struct GuestConnection {
     decoder: Decoder,
     wire: Wire,
     events: VecDeque<GuestEvent>,
+    buffer: Vec<u8>,
 }
 
 impl Default for GuestConnection {
     fn default() -> Self {
-        Self { nonce: None, decoder: Decoder::new(Direction::FromHost), wire: Wire::default(), events: VecDeque::new() }
+        Self {
+            nonce: None,
+            decoder: Decoder::new(Direction::FromHost),
+            wire: Wire::default(),
+            events: VecDeque::new(),
+            buffer: Vec::new(),
+        }
     }
 }
 
@@ -36,7 +43,7 @@ impl GuestConnection {
     /// Takes bytes as they were read from the port. What cannot be understood is dropped: the host may be newer, or may
     /// have died in the middle of a word.
     pub fn receive(&mut self, bytes: &[u8]) {
-        let Self { nonce: current, decoder, wire, events } = self;
+        let Self { nonce: current, decoder, wire, events, .. } = self;
         decoder.feed(bytes, |frame| {
             let Ok(v1::HostMessage { kind: Some(kind) }) = v1::HostMessage::decode(frame.payload) else {
                 return;
@@ -95,6 +102,25 @@ impl GuestConnection {
         };
         let message = v1::GuestMessage { kind: Some(message.into()) };
         self.wire.push(Direction::FromGuest, nonce, &message)
+    }
+
+    /// A buffer for [`Self::send_output`], which comes back here: to ask for memory for each piece costs an emulated
+    /// guest more than to copy it.
+    pub fn take_buffer(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.buffer)
+    }
+
+    /// Queues what a stream printed, as [`Self::send`]; nothing when `data` is empty.
+    pub fn send_output(&mut self, stream_id: u32, output: v1::Output, data: Vec<u8>) -> Result<(), TooLong> {
+        let is_empty = data.is_empty();
+        let message = v1::OutputData { stream_id, output: output.into(), data };
+        let message = v1::GuestMessage { kind: Some(guest_message::Kind::OutputData(message)) };
+        let nonce = self.nonce.filter(|_| !is_empty);
+        let queued = nonce.map_or(Ok(()), |nonce| self.wire.push(Direction::FromGuest, nonce, &message));
+        if let Some(guest_message::Kind::OutputData(message)) = message.kind {
+            self.buffer = message.data;
+        }
+        queued
     }
 
     /// What is to be written to the port.

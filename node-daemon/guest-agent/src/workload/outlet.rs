@@ -70,11 +70,17 @@ impl Outlet {
         let Some(source) = self.source.as_ref().filter(|_| limit > 0) else {
             return;
         };
-        match pipe::read(source, limit) {
-            Found::Data(data) => {
-                self.window.sent(data.len());
+        let mut buffer = connection.take_buffer();
+        let found = pipe::read_into(source, limit, &mut buffer);
+        if found != Found::Data(()) {
+            buffer.clear();
+        }
+        let len = buffer.len();
+        connection.send_output(id, self.output, buffer).expect("a piece is bounded by MAX_CHUNK");
+        match found {
+            Found::Data(()) => {
+                self.window.sent(len);
                 self.silent_since = self.silent_since.map(|_| now);
-                send(connection, v1::OutputData { stream_id: id, output: self.output.into(), data });
             }
             Found::Broken(errno) => {
                 // EIO is how a terminal says that nobody is at its other end any more.

@@ -12,12 +12,23 @@ const CAPACITY: usize = 256 * 1024;
 
 /// What a read found.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Found {
-    Data(Vec<u8>),
+pub enum Found<T = Vec<u8>> {
+    Data(T),
     Nothing,
     End,
     /// An end that is none: a connection was reset, a terminal has nobody at its other end any more.
     Broken(Errno),
+}
+
+impl<T> Found<T> {
+    fn of(read: rustix::io::Result<usize>, data: impl FnOnce(usize) -> T) -> Self {
+        match read {
+            Ok(0) => Self::End,
+            Ok(len) => Self::Data(data(len)),
+            Err(Errno::AGAIN | Errno::INTR) => Self::Nothing,
+            Err(errno) => Self::Broken(errno),
+        }
+    }
 }
 
 /// A pipe that the agent reads: (agent's end, process's end).
@@ -44,16 +55,19 @@ fn pipe() -> io::Result<(OwnedFd, OwnedFd)> {
 /// Reads at most `limit` bytes, which is more than 0.
 pub fn read(fd: impl AsFd, limit: usize) -> Found {
     let mut buffer = Vec::with_capacity(limit);
-    match rustix::io::read(fd, spare_capacity(&mut buffer)) {
-        Ok(0) => Found::End,
-        Ok(len) => {
-            // What is kept for a while must not hold memory that it does not use.
-            if len < limit / 2 {
-                buffer.shrink_to_fit();
-            }
-            Found::Data(buffer)
+    let read = rustix::io::read(fd, spare_capacity(&mut buffer));
+    Found::of(read, |len| {
+        // What is kept for a while must not hold memory that it does not use.
+        if len < limit / 2 {
+            buffer.shrink_to_fit();
         }
-        Err(Errno::AGAIN | Errno::INTR) => Found::Nothing,
-        Err(errno) => Found::Broken(errno),
-    }
+        buffer
+    })
+}
+
+/// Reads at most `limit` bytes, which is more than 0, in place of what is in `buffer`.
+pub fn read_into(fd: impl AsFd, limit: usize, buffer: &mut Vec<u8>) -> Found<()> {
+    buffer.resize(limit, 0);
+    let read = rustix::io::read(fd, buffer.as_mut_slice());
+    Found::of(read, |len| buffer.truncate(len))
 }

@@ -453,7 +453,18 @@ fn start_qemu(directory: &Path, disks: &Disks) -> Child {
     let mut command = Command::new("qemu-system-x86_64");
     command
         .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
-        .args(["-accel", "tcg", "-cpu", "max", "-smp", "1", "-m", "256M", "-machine", "microvm,x-option-roms=off"])
+        .args([
+            "-accel",
+            "tcg",
+            "-cpu",
+            "max,-erms,-pclmulqdq",
+            "-smp",
+            "1",
+            "-m",
+            "256M",
+            "-machine",
+            "microvm,x-option-roms=off",
+        ])
         .arg("-kernel")
         .arg(artifacts.join("vmlinux"))
         .arg("-initrd")
