@@ -14,7 +14,7 @@ pub fn all() -> Vec<Policy> {
         refuse_delete(
             "kibotos-keep-admitted-nodes",
             "nodes",
-            "!has(oldObject.status) || !has(oldObject.status.admission) || oldObject.status.admission == 'Pending'",
+            "!has(oldObject.status) || !has(oldObject.status.admission) || oldObject.status.admission == 'Pending' || (oldObject.status.admission == 'Revoked' && !has(oldObject.status.keyHash))",
             "'Node ' + oldObject.metadata.name + ' was admitted, and its registration is kept for ever, since records refer to it: retire it instead (spec.retirement)'",
         ),
         refuse_delete(

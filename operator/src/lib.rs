@@ -13,6 +13,7 @@ pub mod crd_apply;
 pub mod evidence;
 pub mod guarded;
 pub mod health;
+pub mod held;
 pub mod leader;
 pub mod node;
 pub mod overcommit;

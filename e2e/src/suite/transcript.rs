@@ -95,6 +95,7 @@ static TOKEN: LazyLock<Regex> = LazyLock::new(|| pattern(r"\bkibo-enroll-v1\.[\w
 static PORT: LazyLock<Regex> = LazyLock::new(|| pattern(r"\b127\.0\.0\.1:\d+"));
 static ADDRESS: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Address: +)[\d.]+$"));
 static CAPACITY: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Capacity: +)[\d.]+[KMGTP]i$"));
+static VERSION: LazyLock<Regex> = LazyLock::new(|| pattern(r"\bregistration_version is \d+"));
 static FREE: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Free: +)[\d.]+[KMGTP]i$"));
 static HEADER: LazyLock<Regex> = LazyLock::new(|| pattern(r"^ *[A-Z][A-Z_/]*( {3,}[A-Z][A-Z_/]*)+$"));
 static GAP: LazyLock<Regex> = LazyLock::new(|| pattern(" {3,}"));
@@ -121,6 +122,7 @@ impl Normalizer {
         let text = ADDRESS.replace_all(&text, "${1}10.77.12.9");
         let text = CAPACITY.replace_all(&text, "${1}100.0Gi");
         let text = FREE.replace_all(&text, "${1}60.0Gi");
+        let text = VERSION.replace_all(&text, "registration_version is 77");
         tables(&text)
     }
 

@@ -1,20 +1,31 @@
 //! `kibo node`: the hosts that run Workspaces.
 
 mod adopt;
+mod changes;
+mod command;
+mod drain;
+mod end;
 mod list;
+mod outcome;
 mod page;
+mod settings;
 #[cfg(test)]
 mod tests;
 mod view;
 
 use clap::Subcommand;
+pub use command::{Given, Recorded, Submission, WriteArgs};
 use kibo_crds::{Node, NodeId};
 use kube::api::ListParams;
+pub use outcome::Outcome;
 
 use self::{
     adopt::{Adopt, adopt},
+    drain::{CancelDrain, Drain, cancel_drain, drain},
+    end::{Isolate, Retire, isolate, retire},
     list::Many,
     page::One,
+    settings::{Label, Slots, label, set_slots},
 };
 use crate::{
     client::{Cluster, Paging, remark_next_page},
@@ -42,6 +53,19 @@ pub enum Command {
         #[command(flatten)]
         output: OutputArgs,
     },
+    /// Keep new Workspaces away from a node; those that are there stay
+    Drain(Drain),
+    /// Let new Workspaces come to a node again
+    CancelDrain(CancelDrain),
+    /// Declare that a host is off or cannot write, so that what it held goes on elsewhere
+    Isolate(Isolate),
+    /// End the registration of a node for ever
+    Retire(Retire),
+    /// How many Instances a node may run at once
+    #[command(subcommand)]
+    Slots(Slots),
+    /// Set and remove labels, by which Workspaces select nodes
+    Label(Label),
     /// End the quarantine of a node whose control plane was put back to an older state
     Adopt(Adopt),
 }
@@ -59,6 +83,12 @@ pub async fn run(cluster: &Cluster, command: Command) -> Result<()> {
             remark_next_page(&many.listed);
             Ok(())
         }
+        Command::Drain(args) => drain(cluster, args).await,
+        Command::CancelDrain(args) => cancel_drain(cluster, args).await,
+        Command::Isolate(args) => isolate(cluster, args).await,
+        Command::Retire(args) => retire(cluster, args).await,
+        Command::Slots(Slots::Set(args)) => set_slots(cluster, args).await,
+        Command::Label(args) => label(cluster, args).await,
         Command::Adopt(args) => adopt(cluster, args).await,
         Command::Get { name, output } => {
             let node = cluster.cluster_wide::<Node>().get(&name).await.on(&subject(&name))?;

@@ -1,5 +1,6 @@
 //! `kibo workspace`: microVMs, from creation to deletion.
 
+mod cleanup;
 mod create;
 mod delete;
 mod list;
@@ -11,6 +12,7 @@ mod wait;
 
 use clap::{Args, Subcommand};
 use kibo_crds::{CommandId, NodeId};
+pub use power::fresh_id;
 
 use crate::{
     cli::WaitArgs,
@@ -51,6 +53,8 @@ pub enum Command {
     Logs(stream::logs::Logs),
     /// Lead local ports to ports inside a Workspace
     PortForward(stream::port_forward::PortForward),
+    /// Show what of a Workspace is still held on a node, and how that is known
+    CleanupStatus(cleanup::CleanupStatus),
     /// Wait until a Workspace is in a state, is gone, or has a condition
     Wait(wait::WaitFor),
 }
@@ -116,6 +120,7 @@ pub async fn run(cluster: &Cluster, command: Command) -> Result<u8> {
         Command::Cp(args) => stream::cp::copy(cluster, args).await?,
         Command::Logs(args) => stream::logs::logs(cluster, args).await?,
         Command::PortForward(args) => stream::port_forward::port_forward(cluster, args).await?,
+        Command::CleanupStatus(args) => cleanup::cleanup_status(cluster, args).await?,
         Command::Wait(args) => wait::wait(cluster, args).await?,
     }
     Ok(0)

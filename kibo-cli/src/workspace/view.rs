@@ -214,7 +214,7 @@ fn power_view(workspace: &Workspace) -> PowerView {
 }
 
 /// The bound Volume; one that is made with the Workspace has its name.
-fn volume_name(workspace: &Workspace) -> Option<String> {
+pub fn volume_name(workspace: &Workspace) -> Option<String> {
     let binding = workspace.spec.volume.as_ref()?;
     Some(binding.claim.clone().unwrap_or_else(|| workspace.name_any()))
 }

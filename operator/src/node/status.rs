@@ -247,7 +247,10 @@ fn conditions(status: &mut NodeStatus, observed: &Observed<'_>, phase: NodePhase
     if let Some((synchronized, reason, message)) = synchronized {
         set(ConditionType::ClockSynchronized, synchronized, reason, message);
     }
-    let (drained, reason, message) = drained(observed, drain);
+    let (drained, reason, message) = match phase {
+        NodePhase::Retired => (true, "Retired", "the node is retired: nothing of it counts any more".to_owned()),
+        _ => drained(observed, drain),
+    };
     set(ConditionType::Drained, Some(drained), reason, &message);
     let was_duplicate = observed
         .node
@@ -440,15 +443,29 @@ fn drained(observed: &Observed<'_>, drain: DrainState) -> Verdict {
             "WaitingForNode",
             "nothing names this node any more; its confirmation and next report are awaited".to_owned(),
         ),
-        DrainState::Draining => (
-            false,
-            "Draining",
-            format!(
-                "running here: {}, Volumes and layers held here: {}; stop, delete or move these Workspaces and Volumes",
-                usage.executions, usage.held_objects
-            ),
-        ),
+        DrainState::Draining => (false, "Draining", what_is_left(usage)),
     }
+}
+
+/// What keeps a node from being drained, with what to do about it.
+fn what_is_left(usage: NodeUsage) -> String {
+    let in_use = usage.held_objects.saturating_sub(usage.idle_objects);
+    let mut left = Vec::new();
+    if usage.executions > 0 || in_use > 0 || usage.in_flight > 0 {
+        let coming =
+            if usage.in_flight > 0 { format!(", being placed here: {}", usage.in_flight) } else { String::new() };
+        left.push(format!(
+            "running here: {}{coming}, Volumes and layers in use here: {in_use}: stop or delete these Workspaces",
+            usage.executions
+        ));
+    }
+    if usage.idle_objects > 0 {
+        left.push(format!(
+            "held here though not in use: {} Volumes and layers in storage pools that no other node is attached to: delete these Volumes and Workspaces, or attach another node to the pools",
+            usage.idle_objects
+        ));
+    }
+    left.join("; ")
 }
 
 /// Whether the difference is worth a write: not for a few bytes of free space, nor for a report's time

@@ -86,8 +86,10 @@ pub struct NodeUsage {
     /// Guest memory and the VMMs' own.
     pub memory: Bytes,
     pub executions: u32,
-    /// Volumes and layers whose use right the node holds, idle ones too.
+    /// Volumes and layers whose use right the node holds.
     pub held_objects: u32,
+    /// Those of them that are not in use, and stay with the node because no other is attached to their pool.
+    pub idle_objects: u32,
     /// Offers and commits in flight.
     pub in_flight: u32,
 }

@@ -28,6 +28,11 @@ impl PoolIndex {
         self.with(pool, |status| status.members.clone()).unwrap_or_default()
     }
 
+    /// Whether a node other than `node` is a member, whether it reaches the pool now or not.
+    pub fn has_other_member(&self, pool: &PoolId, node: &NodeId) -> bool {
+        self.with(pool, |status| status.members.iter().any(|member| member.node != *node)).unwrap_or_default()
+    }
+
     /// Whether a node other than `node` is a member that reached the pool at its last report.
     pub fn has_other_available_member(&self, pool: &PoolId, node: &NodeId) -> bool {
         self.with(pool, |status| status.members.iter().any(|member| member.available && member.node != *node))

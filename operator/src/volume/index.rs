@@ -6,6 +6,7 @@ use kibo_crds::{Bytes, NodeId, PoolId, Volume, volume::VolumeStatus};
 
 use crate::{
     cache::{Cache, Key, Projection},
+    held::{Held, HeldByNode},
     session::hooks::PoolUsage,
     workspace::launch::volume_size,
 };
@@ -15,6 +16,7 @@ pub type Volumes = Cache<Volume, ByHolder>;
 #[derive(Default)]
 pub struct ByHolder {
     keys: HashMap<NodeId, BTreeSet<Key>>,
+    held: HeldByNode,
     pools: HashMap<PoolId, PoolUsage>,
     /// Space promised to Volumes whose images are not made yet.
     promised: HashMap<PoolId, Bytes>,
@@ -26,8 +28,8 @@ impl ByHolder {
         self.keys.get(node).into_iter().flatten().cloned().collect()
     }
 
-    pub fn held(&self, node: &NodeId) -> u32 {
-        self.keys.get(node).map_or(0, |keys| u32::try_from(keys.len()).unwrap_or(u32::MAX))
+    pub fn held(&self, node: &NodeId) -> Held {
+        self.held.of(node)
     }
 
     pub fn pool(&self, pool: &PoolId) -> PoolUsage {
@@ -56,8 +58,11 @@ impl Projection<Volume> for ByHolder {
             self.deleting.insert(key.clone());
         }
         if let Some((status, size)) = Self::status_of(old) {
-            if let Some(keys) = status.holder.as_ref().and_then(|holder| self.keys.get_mut(&holder.node)) {
-                keys.remove(key);
+            if let Some(holder) = &status.holder {
+                self.held.subtract(holder, status.pool.as_ref());
+                if let Some(keys) = self.keys.get_mut(&holder.node) {
+                    keys.remove(key);
+                }
             }
             if let Some(pool) = &status.pool {
                 let usage = self.pools.entry(pool.clone()).or_default();
@@ -71,6 +76,7 @@ impl Projection<Volume> for ByHolder {
         }
         if let Some((status, size)) = Self::status_of(new) {
             if let Some(holder) = &status.holder {
+                self.held.add(holder, status.pool.as_ref());
                 self.keys.entry(holder.node.clone()).or_default().insert(key.clone());
             }
             if let Some(pool) = &status.pool {

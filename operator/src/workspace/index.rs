@@ -6,6 +6,7 @@ use kibo_crds::{Bytes, InstanceId, NodeId, PoolId, Workspace, workspace::Workspa
 
 use crate::{
     cache::{Cache, Key, Projection},
+    held::{Held, HeldByNode},
     placement::Used,
     session::hooks::PoolUsage,
     workspace::decide::UNAVAILABLE,
@@ -19,7 +20,7 @@ pub struct ByNode {
     /// Workspaces whose execution or layer is on a node.
     keys: HashMap<NodeId, BTreeSet<Key>>,
     used: HashMap<NodeId, Used>,
-    held_layers: HashMap<NodeId, u32>,
+    held_layers: HeldByNode,
     instances: HashMap<InstanceId, Key>,
     pools: HashMap<PoolId, PoolUsage>,
     /// Space promised to layers whose images are not made yet.
@@ -37,8 +38,8 @@ impl ByNode {
         self.used.get(node).copied().unwrap_or_default()
     }
 
-    pub fn held_layers(&self, node: &NodeId) -> u32 {
-        self.held_layers.get(node).copied().unwrap_or_default()
+    pub fn held_layers(&self, node: &NodeId) -> Held {
+        self.held_layers.of(node)
     }
 
     pub fn key_of(&self, instance: InstanceId) -> Option<Key> {
@@ -110,7 +111,7 @@ impl ByNode {
             self.instances.insert(execution.instance_id, key.clone());
         }
         if let Some(holder) = &status.holder {
-            *self.held_layers.entry(holder.node.clone()).or_default() += 1;
+            self.held_layers.add(holder, status.writable_layer.as_ref().map(|layer| &layer.pool));
         }
         if let Some(layer) = &status.writable_layer {
             let pool = self.pools.entry(layer.pool.clone()).or_default();
@@ -138,10 +139,8 @@ impl ByNode {
             }
             self.instances.remove(&execution.instance_id);
         }
-        if let Some(holder) = &status.holder
-            && let Some(held) = self.held_layers.get_mut(&holder.node)
-        {
-            *held = held.saturating_sub(1);
+        if let Some(holder) = &status.holder {
+            self.held_layers.subtract(holder, status.writable_layer.as_ref().map(|layer| &layer.pool));
         }
         if let Some(layer) = &status.writable_layer {
             let pool = self.pools.entry(layer.pool.clone()).or_default();

@@ -1,39 +1,30 @@
-//! `kibo enrollment`: the tokens with which hosts become nodes.
+//! `kibo enrollment issue`: a token with which one host becomes a node.
 //!
 //! The token is printed once and stored nowhere; the Node keeps the hash of its secret.
 
 use std::{fs, path::PathBuf, time::Duration};
 
-use clap::{Args, Subcommand};
+use clap::Args;
 use jiff::Timestamp;
 use k8s_openapi::{api::core::v1::ConfigMap, apimachinery::pkg::apis::meta::v1::Time};
 use kibo_crds::{
     Node, NodeId,
-    node::{Enrollment, NodeSpec},
+    node::{Enrollment, NodeCommand, NodeSpec},
 };
 use kibo_protocol::{EnrollmentToken, Secret, SecretHash};
-use kube::{
-    Api, ResourceExt as _,
-    api::{Patch, PatchParams, PostParams},
-};
+use kube::api::PostParams;
 use serde::Serialize;
 
 use crate::{
     client::{Cluster, duration},
     errors::{Error, Kind, On as _, Result, Subject},
-    node,
+    node::{Given, Submission, WriteArgs},
     output::{OutputArgs, Present, present, remark, words::instant},
 };
 
 /// ConfigMap of the operator with its CA, which every user of the cluster may read.
 const CA_CONFIG_MAP: &str = "kibotos-ca";
 const CA_KEY: &str = "ca.crt";
-
-#[derive(Subcommand, Debug)]
-pub enum Command {
-    /// Print a single-use token with which one host becomes this node; the Node is made if missing
-    Issue(Issue),
-}
 
 #[derive(Args, Debug)]
 pub struct Issue {
@@ -51,23 +42,20 @@ pub struct Issue {
     #[arg(long, value_name = "HASH", conflicts_with = "ca_file")]
     ca_hash: Option<SecretHash>,
     #[command(flatten)]
+    write: WriteArgs,
+    #[command(flatten)]
     output: OutputArgs,
 }
 
-pub async fn run(cluster: &Cluster, command: Command) -> Result<()> {
-    match command {
-        Command::Issue(args) => issue(cluster, args).await,
-    }
-}
-
-async fn issue(cluster: &Cluster, args: Issue) -> Result<()> {
+pub async fn issue(cluster: &Cluster, args: Issue) -> Result<()> {
     let ca_hash = ca_hash(cluster, &args).await?;
     let secret = Secret::generate().map_err(|error| Error::new(Kind::Other, error.to_string()))?;
     let expires = Timestamp::now().checked_add(args.ttl).map_err(|_| Error::invalid("--ttl is too long"))?;
-    let grant = Enrollment { secret_hash: secret.hash().to_string(), expires_at: Time(expires), request_id: None };
-    store(cluster, &args.node, &grant).await?;
+    let expires = Time(expires);
+    let grant = Enrollment { secret_hash: secret.hash().to_string(), expires_at: expires.clone(), request_id: None };
+    store(cluster, &args.node, grant, args.write).await?;
     let token = EnrollmentToken { node_id: args.node.to_string(), secret, ca_hash };
-    let issued = Issued { node: args.node, token: token.expose(), expires_at: instant(&grant.expires_at) };
+    let issued = Issued { node: args.node, token: token.expose(), expires_at: instant(&expires) };
     present(args.output.form(), &issued)?;
     remark(&format!(
         "a host becomes node {} with this token, once, until {}; it goes into the file that control.token_file names",
@@ -77,37 +65,37 @@ async fn issue(cluster: &Cluster, args: Issue) -> Result<()> {
 }
 
 /// Puts the grant into the Node, in place of a former one. What forbids it (the node is retired) is a rule of the API.
-async fn store(cluster: &Cluster, id: &NodeId, grant: &Enrollment) -> Result<()> {
-    const ATTEMPTS: usize = 10;
-    let api = cluster.cluster_wide::<Node>();
-    let subject = node::subject(id.as_str());
-    for _ in 0..ATTEMPTS {
-        let result = match api.get_opt(id.as_str()).await.on(&subject)? {
-            None => {
-                let spec = NodeSpec { enrollment: Some(grant.clone()), ..NodeSpec::default() };
-                api.create(&PostParams::default(), &Node::new(id.as_str(), spec)).await.on(&subject)
-            }
-            Some(node) => replace_grant(&api, &node, grant).await.on(&subject),
-        };
-        match result {
-            // Somebody was quicker, the operator at the least: nothing of what they wrote is lost by a new attempt.
-            Err(error) if error.kind == Kind::Aborted => {}
-            result => return result.map(|_| ()),
+async fn store(cluster: &Cluster, id: &NodeId, mut grant: Enrollment, write: WriteArgs) -> Result<()> {
+    let submission = Submission::new(cluster, id.as_str(), NodeCommand::Issue, write);
+    grant.request_id = submission.id_if_named().cloned();
+    if submission.api.get_opt(id.as_str()).await.on(&submission.subject)?.is_none() {
+        let spec = NodeSpec { enrollment: Some(grant.clone()), ..NodeSpec::default() };
+        match submission.api.create(&PostParams::default(), &Node::new(id.as_str(), spec)).await {
+            // Somebody else was quicker.
+            Err(kube::Error::Api(status)) if status.is_already_exists() => {}
+            created => return created.map(|_| ()).on(&submission.subject),
         }
     }
-    Err(Error::new(Kind::Aborted, format!("{subject} changes too often to be written")))
-}
-
-async fn replace_grant(api: &Api<Node>, node: &Node, grant: &Enrollment) -> kube::Result<Node> {
-    let patch = serde_json::json!({
-        "metadata": { "resourceVersion": node.resource_version() },
-        "spec": { "enrollment": {
+    let patch = |_: &Node| {
+        // A merge patch keeps what it does not name.
+        Ok(serde_json::json!({ "spec": { "revocation": null, "enrollment": {
             "secretHash": grant.secret_hash,
             "expiresAt": grant.expires_at,
-            "requestId": null,
-        }},
-    });
-    api.patch(&node.name_any(), &PatchParams::default(), &Patch::Merge(patch)).await
+            "requestId": grant.request_id,
+        }}}))
+    };
+    match submission.submit(patch).await? {
+        Given::Now => Ok(()),
+        Given::Before => {
+            let text = format!(
+                "{}: the token of command {:?} was printed when the command was given, and is stored nowhere",
+                submission.subject,
+                submission.id.as_str()
+            );
+            Err(Error::new(Kind::FailedPrecondition, text)
+                .next("if it is lost, issue another one, with another --command-id: the newest token counts"))
+        }
+    }
 }
 
 async fn ca_hash(cluster: &Cluster, args: &Issue) -> Result<SecretHash> {

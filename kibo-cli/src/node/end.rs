@@ -1,0 +1,149 @@
+//! `kibo node isolate` and `retire`: what cannot be taken back.
+
+use std::io::{self, BufRead as _, IsTerminal as _, Write as _};
+
+use clap::Args;
+use kibo_crds::{CommandRecord, Node, node::NodeCommand};
+use serde_json::{Value, json};
+
+use super::{
+    command::{Recorded, Submission, WriteArgs},
+    outcome::Outcome,
+};
+use crate::{
+    client::Cluster,
+    errors::{Error, Kind, Result, Subject},
+    output::{OutputArgs, present},
+};
+
+#[derive(Args, Debug)]
+pub struct Isolate {
+    #[arg(value_name = "NODE")]
+    node: String,
+    /// You assert it: the host is off, or it can no longer write to any of its storage pools. If that is wrong,
+    /// the disks that it writes are corrupted
+    #[arg(long, required = true)]
+    confirm_host_cannot_write: bool,
+    /// Isolate it although another node has seen it write to a shared storage pool lately
+    #[arg(long)]
+    force_despite_evidence: bool,
+    #[command(flatten)]
+    write: WriteArgs,
+    #[command(flatten)]
+    output: OutputArgs,
+}
+
+#[derive(Args, Debug)]
+pub struct Retire {
+    #[arg(value_name = "NODE")]
+    node: String,
+    /// Do not ask
+    #[arg(long)]
+    yes: bool,
+    /// Id of this command: the same id again gives the same outcome instead of a second one
+    #[arg(long, value_name = "ID", requires = "expected_version")]
+    command_id: Option<kibo_crds::CommandId>,
+    /// Do it only if this is still the node's registration_version
+    #[arg(long, value_name = "VERSION")]
+    expected_version: Option<String>,
+    #[command(flatten)]
+    output: OutputArgs,
+}
+
+pub async fn isolate(cluster: &Cluster, args: Isolate) -> Result<()> {
+    let force_despite_evidence = args.force_despite_evidence;
+    let submission = Submission::new(cluster, &args.node, NodeCommand::Isolate { force_despite_evidence }, args.write);
+    let patch = |node: &Node| {
+        let incarnation = node.status.as_ref().and_then(|status| status.incarnation).ok_or_else(|| {
+            let text = format!("{} has never had a session, so there is nothing of it to isolate", submission.subject);
+            Error::new(Kind::FailedPrecondition, text)
+        })?;
+        Ok(json!({ "spec": { "isolation": {
+            "incarnation": incarnation,
+            "confirmHostCannotWrite": args.confirm_host_cannot_write,
+            "forceDespiteEvidence": force_despite_evidence,
+            "requestId": submission.id,
+        }}}))
+    };
+    let Recorded { record, .. } = submission.run(patch).await?;
+    let text = isolated(&submission.subject, &record);
+    present(args.output.form(), &Outcome { node: args.node, record, text })
+}
+
+fn isolated(subject: &Subject, record: &CommandRecord) -> String {
+    let count = |name: &str, one: &str| {
+        let count = record.counts.get(name).copied().unwrap_or_default();
+        format!("{count} {one}{}", if count == 1 { "" } else { "s" })
+    };
+    format!(
+        "{subject} is isolated: {} and {} released, {} failed",
+        count("releasedVolumes", "Volume"),
+        count("releasedLayers", "retained layer"),
+        count("failedWorkspaces", "Workspace")
+    )
+}
+
+pub async fn retire(cluster: &Cluster, args: Retire) -> Result<()> {
+    let write = WriteArgs { command_id: args.command_id, expected_version: args.expected_version };
+    let submission = Submission::new(cluster, &args.node, NodeCommand::Retire, write);
+    if !args.yes {
+        confirm(&submission.subject)?;
+    }
+    let patch = |_: &Node| -> Result<Value> {
+        Ok(json!({ "spec": {
+            "retirement": { "requestId": submission.id },
+            // A grant would make a host of a node that is no more.
+            "enrollment": null,
+        }}))
+    };
+    let recorded = submission.run(patch).await.map_err(|error| advise(error, &submission.subject));
+    let Recorded { record, .. } = recorded?;
+    let text = format!("{} is RETIRED", submission.subject);
+    present(args.output.form(), &Outcome { node: args.node, record, text })
+}
+
+fn advise(error: Error, subject: &Subject) -> Error {
+    if error.kind == Kind::FailedPrecondition && error.message.contains("can be retired") {
+        return error.next(format!(
+            "empty it: {} --wait; or, when its host is off: {} --confirm-host-cannot-write",
+            subject.command("drain"),
+            subject.command("isolate")
+        ));
+    }
+    error
+}
+
+/// Asks on the terminal.
+fn confirm(subject: &Subject) -> Result<()> {
+    if !(io::stdin().is_terminal() && io::stderr().is_terminal()) {
+        return Err(Error::invalid(format!("there is no terminal to confirm that {subject} is retired for ever"))
+            .next(format!("{} --yes", subject.command("retire"))));
+    }
+    let mut stderr = io::stderr();
+    write!(stderr, "Retire {subject} for ever? Its name is never used again. Type yes: ")?;
+    stderr.flush()?;
+    let mut answer = String::new();
+    io::stdin().lock().read_line(&mut answer)?;
+    if answer.trim().eq_ignore_ascii_case("yes") {
+        return Ok(());
+    }
+    Err(Error::new(Kind::FailedPrecondition, format!("not confirmed, so {subject} stays as it is")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_isolation_is_told_in_its_counts() {
+        let record: CommandRecord = serde_json::from_value(json!({
+            "id": "a", "operation": "isolate", "digest": "", "result": "Succeeded", "startedAt": "2026-01-01T00:00:00Z",
+            "counts": { "releasedVolumes": 2, "releasedLayers": 1 },
+        }))
+        .unwrap();
+        assert_eq!(
+            isolated(&super::super::subject("n"), &record),
+            "Node \"n\" is isolated: 2 Volumes and 1 retained layer released, 0 Workspaces failed"
+        );
+    }
+}
