@@ -135,6 +135,10 @@ pub struct NodeSession {
     /// Release of the node's binary; `unreleased` for a build that is none.
     #[schemars(length(max = 64))]
     pub version: String,
+    /// Revision of the source that the node's binary was built from; absent: not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 64))]
+    pub source_revision: Option<String>,
     pub started_at: Time,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended_at: Option<Time>,

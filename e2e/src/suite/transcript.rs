@@ -95,6 +95,7 @@ static TOKEN: LazyLock<Regex> = LazyLock::new(|| pattern(r"\bkibo-enroll-v1\.[\w
 static PORT: LazyLock<Regex> = LazyLock::new(|| pattern(r"\b127\.0\.0\.1:\d+"));
 static ADDRESS: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Address: +)[\d.]+$"));
 static CAPACITY: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Capacity: +)[\d.]+[KMGTP]i$"));
+static CLOCK: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Clock: +)[-+].*$"));
 static VERSION: LazyLock<Regex> = LazyLock::new(|| pattern(r"\bregistration_version is \d+"));
 static FREE: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Free: +)[\d.]+[KMGTP]i$"));
 static HEADER: LazyLock<Regex> = LazyLock::new(|| pattern(r"^ *[A-Z][A-Z_/]*( {3,}[A-Z][A-Z_/]*)+$"));
@@ -122,6 +123,7 @@ impl Normalizer {
         let text = ADDRESS.replace_all(&text, "${1}10.77.12.9");
         let text = CAPACITY.replace_all(&text, "${1}100.0Gi");
         let text = FREE.replace_all(&text, "${1}60.0Gi");
+        let text = CLOCK.replace_all(&text, "${1}+0.0s, give or take 1ms, kernel: synchronized");
         let text = VERSION.replace_all(&text, "registration_version is 77");
         tables(&text)
     }
@@ -138,6 +140,7 @@ impl Normalizer {
 fn fixed_cell(header: &str) -> Option<&'static str> {
     match header {
         "AGE" => Some("5s"),
+        "CLOCK" => Some("+0.0s"),
         "CAPACITY" => Some("100.0Gi"),
         "FREE" => Some("60.0Gi"),
         "FREE/CAPACITY" => Some("60.0Gi/100.0Gi"),

@@ -40,6 +40,7 @@ impl Present for One {
         page.state("Status", status.phase.as_ref().map(enum_word).unwrap_or_default());
         page.fact_if("Enrollment", self.pending_grant(&status));
         page.fact("Release", status.session.as_ref().map(|session| session.version.clone()).unwrap_or_default());
+        page.fact("Revision", or_absent(status.session.as_ref().and_then(|session| session.source_revision.clone())));
         page.fact("Session", self.session(&status, wide));
         page.fact_if("Clock", status.clock.as_ref().map(clock));
         page.fact_if("Labels", Some(self.labels(&status)));

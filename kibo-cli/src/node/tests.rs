@@ -14,7 +14,7 @@ fn nodes() -> Vec<Node> {
         "status": {
             "phase": "Ready", "admission": "Admitted", "incarnation": 2,
             "session": {
-                "id": "s", "alive": true, "incarnation": 2, "bootId": "b", "version": "unreleased",
+                "id": "s", "alive": true, "incarnation": 2, "bootId": "b", "version": "unreleased", "sourceRevision": "1f2e3d",
                 "startedAt": "1970-01-01T00:00:00Z",
             },
             "clock": {
@@ -57,6 +57,7 @@ fn the_page_of_a_node_shows_what_is_not_as_usual() {
 Node:          node-1
 Status:        READY
 Release:       unreleased
+Revision:      1f2e3d
 Session:       alive for 90s
 Clock:         -1.2s, give or take 2ms, kernel: not synchronized
 Labels:        zone=a (of the host)
@@ -72,10 +73,11 @@ Conditions:
 ";
     assert_eq!(One { node: ready, events: Table::default(), now }.text(false), expected);
     let expected = "\
-Node:      node-2
-Status:    -
-Release:   -
-Session:   -
+Node:       node-2
+Status:     -
+Release:    -
+Revision:   -
+Session:    -
 ";
     assert_eq!(One { node: pending, events: Table::default(), now }.text(false), expected);
 }

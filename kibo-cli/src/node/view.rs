@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, str::FromStr};
 
 use kibo_crds::{
     Bytes, MilliCpu, Node,
-    node::{Amounts, NodeStatus},
+    node::{Amounts, IsolationState, NodeStatus},
 };
 use kube::ResourceExt as _;
 use serde::Serialize;
@@ -47,6 +47,7 @@ struct SessionView {
     alive: bool,
     incarnation: u64,
     version: String,
+    source_revision: Option<String>,
     boot_id: String,
     started_at: String,
     ended_at: Option<String>,
@@ -116,7 +117,10 @@ impl From<Measured> for AmountsView {
 
 pub fn is_isolated(status: &NodeStatus) -> bool {
     match (&status.isolation, status.incarnation) {
-        (Some(isolation), Some(current)) => isolation.incarnation >= current,
+        // One that was refused, since the host still wrote, is not in effect.
+        (Some(isolation), Some(current)) => {
+            isolation.incarnation >= current && isolation.state != IsolationState::Refused
+        }
         _ => false,
     }
 }
@@ -139,6 +143,7 @@ impl From<&Node> for View {
                 alive: session.alive,
                 incarnation: session.incarnation.0,
                 version: session.version,
+                source_revision: session.source_revision,
                 boot_id: session.boot_id,
                 started_at: instant(&session.started_at),
                 ended_at: session.ended_at.as_ref().map(instant),

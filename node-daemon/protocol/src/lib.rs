@@ -17,4 +17,10 @@ pub const RELEASE: &str = match option_env!("KIBOTOS_RELEASE") {
     None => "unreleased",
 };
 
+/// Revision of the source of this build, given to it as `KIBOTOS_REVISION` when it is compiled; empty: not known.
+pub const REVISION: &str = match option_env!("KIBOTOS_REVISION") {
+    Some(revision) => revision,
+    None => "",
+};
+
 pub use secret::{EnrollmentToken, NodeKey, Secret, SecretHash, TokenError};

@@ -59,6 +59,7 @@ pub fn hello(facts: &Facts<'_>) -> v1::Hello {
         incarnation: incarnation.map(|incarnation| incarnation.0),
         boot_id: facts.boot_id.to_owned(),
         version: kibo_protocol::RELEASE.into(),
+        source_revision: kibo_protocol::REVISION.into(),
         capacity: Some(v1::Capacity {
             cpu_milli: Some(facts.resources.cpu.0),
             memory_bytes: Some(facts.resources.memory.0),

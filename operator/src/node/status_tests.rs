@@ -48,6 +48,7 @@ fn live(drain: bool, report: Option<Reported>) -> Live {
             incarnation: Incarnation(3),
             boot_id: "b".into(),
             version: "v".into(),
+            source_revision: None,
             started_at: at(1),
             ended_at: None,
         },

@@ -31,6 +31,8 @@ pub struct Hello {
     /// Which state directory speaks; empty: an older daemon.
     pub home: String,
     pub version: String,
+    /// Empty: not known.
+    pub source_revision: String,
     pub capacity: Capacity,
     pub pools: Vec<DeclaredPool>,
     pub instances: Vec<Running>,
@@ -87,6 +89,7 @@ impl TryFrom<v1::Hello> for Hello {
             boot_id: bounded("boot_id", hello.boot_id)?,
             home: optional("home", hello.home)?,
             version: bounded("version", hello.version)?,
+            source_revision: hello.source_revision.chars().take(64).collect(),
             capacity: hello.capacity.as_ref().map(Capacity::from).unwrap_or_default(),
             pools: declared_pools(&hello.pools)?,
             instances,

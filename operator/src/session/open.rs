@@ -221,6 +221,7 @@ async fn commit(
         boot_id: hello.boot_id.clone(),
         home: hello.home.clone(),
         version: hello.version.clone(),
+        source_revision: hello.source_revision.clone(),
         term: ctx.term,
         capacity: hello.capacity,
         labels: hello.labels.clone(),

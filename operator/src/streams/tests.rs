@@ -31,6 +31,7 @@ fn shop() -> Shop {
         boot_id: String::new(),
         home: String::new(),
         version: String::new(),
+        source_revision: String::new(),
         term: Term(1),
         capacity: Capacity::default(),
         labels: std::collections::BTreeMap::default(),
