@@ -12,15 +12,16 @@ use kibo_protocol::v1::{InstanceEvent, instance_event::Kind};
 use prost::Message as _;
 use rustix::fs::{FallocateFlags, fallocate};
 
-use super::SpoolError;
+use super::{MAX_REPEATED, SpoolError, is_essential};
 use crate::durable;
 
 /// Length and CRC-32 of what follows, both little endian.
 const HEADER: usize = 8;
 /// No event comes near; a longer length is a torn or damaged record.
 const MAX_RECORD: usize = 1 << 20;
-/// Size from which on a journal without pending events is written anew.
+/// A journal is written anew when it is longer than this, and several times as long as what is left in it.
 const COMPACT_ABOVE: u64 = 64 << 10;
+const COMPACT_TIMES: u64 = 4;
 
 /// Several times what the events of a usual Instance need.
 const RESERVED: u64 = 16 << 10;
@@ -30,6 +31,8 @@ const EVENT: u8 = 1;
 const ACKED: u8 = 2;
 /// Whose journal it is, for one that holds no event any more.
 const WORKSPACE: u8 = 3;
+/// Numbers up to this one were used, by events that were dropped.
+const USED: u8 = 4;
 
 pub struct Journal {
     path: PathBuf,
@@ -134,10 +137,12 @@ impl Journal {
                 }
                 self.note(event);
             }
-            ACKED => {
-                let seq = content.try_into().map(u64::from_le_bytes).map_err(|_| damaged("an ack has no number"))?;
+            ACKED | USED => {
+                let seq = content.try_into().map(u64::from_le_bytes).map_err(|_| damaged("a number is missing"))?;
                 self.last_seq = self.last_seq.max(seq);
-                self.pending.retain(|event| event.seq > seq);
+                if kind == ACKED {
+                    self.pending.retain(|event| event.seq > seq);
+                }
             }
             WORKSPACE => self.workspace_uid = String::from_utf8_lossy(content).into_owned(),
             // Written by a newer daemon: nothing that this one needs.
@@ -151,6 +156,19 @@ impl Journal {
         self.ended |= matches!(event.kind, Some(Kind::Ended(_)));
         self.workspace_uid.clone_from(&event.workspace_uid);
         self.pending.push_back(event);
+        let repeated = |event: &InstanceEvent| !is_essential(event);
+        if self.pending.iter().filter(|event| repeated(event)).count() > MAX_REPEATED
+            && let Some(oldest) = self.pending.iter().position(repeated)
+        {
+            // Nothing is written for it: whoever reads the journal comes to the same.
+            self.pending.remove(oldest);
+        }
+    }
+
+    /// Whether most of what stands in it is about events that are acknowledged or dropped.
+    fn is_wasteful(&self) -> bool {
+        let left = || self.pending.iter().map(|event| (HEADER + 1 + event.encoded_len()) as u64).sum::<u64>();
+        self.len > COMPACT_ABOVE && self.len > COMPACT_TIMES * left()
     }
 
     /// Writes at the end of what is known to be good, over the rest of a failed write.
@@ -161,6 +179,12 @@ impl Journal {
 
     /// Durable when it returns. On an error the journal is as before.
     pub fn append(&mut self, event: InstanceEvent) -> Result<(), SpoolError> {
+        if self.is_wasteful()
+            && let Err(error) = self.compact()
+        {
+            // On a full disk the event itself has its room.
+            tracing::warn!(path = %self.path.display(), %error, "an event journal grows on");
+        }
         if let Some(unsettled) = &self.unsettled {
             unsettled.settle().map_err(self.error("sync"))?;
             self.unsettled = None;
@@ -188,7 +212,7 @@ impl Journal {
         if self.pending.len() == before || self.is_finished() {
             return Ok(());
         }
-        if self.pending.is_empty() && self.len > COMPACT_ABOVE {
+        if self.is_wasteful() {
             return self.compact();
         }
         let bytes = frame(ACKED, &seq.to_le_bytes());
@@ -199,7 +223,15 @@ impl Journal {
 
     fn compact(&mut self) -> Result<(), SpoolError> {
         let mut bytes = frame(WORKSPACE, self.workspace_uid.as_bytes());
-        bytes.extend(frame(ACKED, &self.last_seq.to_le_bytes()));
+        let mut used = self.pending.front().map_or(self.last_seq, |first| first.seq - 1);
+        bytes.extend(frame(ACKED, &used.to_le_bytes()));
+        for event in &self.pending {
+            if event.seq > used + 1 {
+                bytes.extend(frame(USED, &(event.seq - 1).to_le_bytes()));
+            }
+            bytes.extend(frame(EVENT, &event.encode_to_vec()));
+            used = event.seq;
+        }
         // Nothing is opened again, which could fail and leave the journal writing into the file that is gone.
         let (file, unsettled) = durable::swap(&self.path, &bytes).map_err(self.error("compact"))?;
         reserve(&file);

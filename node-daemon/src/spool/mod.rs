@@ -5,9 +5,12 @@
 //! was never reported as written. The journal goes when the last event of its Instance, an Ended,
 //! is acknowledged.
 //!
-//! The bound: an Instance keeps at most [`MAX_PENDING`] unacknowledged events of the kinds that a
-//! guest can cause again and again (responsiveness, entrypoint exits); further ones are refused and
-//! get no number. ObjectsTaken, Available and Ended come at most once each and always fit.
+//! The bound: of the kinds that a guest can cause again and again (responsiveness, entrypoint exits) an
+//! Instance keeps the newest [`MAX_REPEATED`] that are not acknowledged. For each one more the oldest is
+//! dropped and never told, so that the last word on a guest is always there. ObjectsTaken, Available and
+//! Ended come at most once each and are never dropped. Texts are cut at [`MAX_TEXT`] bytes, and a journal
+//! is written anew when it is several times as long as what is left in it. New Instances come only over a
+//! session, so without one the number of journals does not grow either.
 
 mod journal;
 #[cfg(test)]
@@ -28,8 +31,10 @@ use journal::Journal;
 
 use crate::{clock, durable};
 
-/// Unacknowledged events of one Instance beyond which only the essential ones are kept.
-pub const MAX_PENDING: usize = 256;
+/// Unacknowledged events of one Instance, beside the essential ones.
+pub const MAX_REPEATED: usize = 256;
+/// Of a text in an event.
+pub const MAX_TEXT: usize = 2048;
 
 const SUFFIX: &str = ".events";
 
@@ -39,8 +44,6 @@ pub enum SpoolError {
     Io { action: &'static str, path: PathBuf, source: io::Error },
     #[error("the event journal {path} is damaged: {problem}; move it away to go on without its events")]
     Damaged { path: PathBuf, problem: &'static str },
-    #[error("{instance} has {MAX_PENDING} events that the operator has not acknowledged; this one is dropped")]
-    Full { instance: InstanceId },
     #[error("{instance} has ended already: no event comes after that")]
     Ended { instance: InstanceId },
 }
@@ -87,9 +90,6 @@ impl EventSpool {
             if journal.has_ended() {
                 return Err(SpoolError::Ended { instance });
             }
-            if !is_essential(&kind) && journal.pending().len() >= MAX_PENDING {
-                return Err(SpoolError::Full { instance });
-            }
         } else {
             let path = self.dir.join(format!("{instance}{SUFFIX}"));
             let journal = Journal::create(&path)?;
@@ -103,7 +103,7 @@ impl EventSpool {
             workspace_uid: workspace_uid.to_owned(),
             seq,
             unix_nanos: clock::unix_nanos(),
-            kind: Some(kind),
+            kind: Some(shortened(kind)),
         })?;
         drop(journals);
         self.changed.send_modify(|count| *count += 1);
@@ -168,9 +168,18 @@ impl EventSpool {
     }
 }
 
-fn is_essential(kind: &Kind) -> bool {
-    match kind {
-        Kind::ObjectsTaken(_) | Kind::Available(_) | Kind::Ended(_) => true,
-        Kind::GuestUnresponsive(_) | Kind::GuestResponsive(_) | Kind::EntrypointExited(_) | Kind::Blocked(_) => false,
+/// What comes at most once.
+fn is_essential(event: &v1::InstanceEvent) -> bool {
+    match event.kind {
+        Some(Kind::ObjectsTaken(_) | Kind::Available(_) | Kind::Ended(_)) => true,
+        Some(Kind::GuestUnresponsive(_) | Kind::GuestResponsive(_) | Kind::EntrypointExited(_) | Kind::Blocked(_))
+        | None => false,
     }
+}
+
+fn shortened(mut kind: Kind) -> Kind {
+    if let Kind::Ended(v1::Ended { message, .. }) | Kind::Blocked(v1::Blocked { message }) = &mut kind {
+        message.truncate(message.floor_char_boundary(MAX_TEXT));
+    }
+    kind
 }

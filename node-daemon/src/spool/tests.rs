@@ -69,15 +69,74 @@ fn the_journal_goes_when_the_end_is_acked() {
 }
 
 #[test]
-fn at_the_bound_only_what_a_guest_can_repeat_is_dropped() {
+fn at_the_bound_the_oldest_of_what_a_guest_can_repeat_is_dropped() {
     let dir = tempfile::tempdir().unwrap();
     let instance = InstanceId::generate();
     let spool = EventSpool::open(dir.path()).unwrap();
-    for _ in 0..MAX_PENDING {
+    let last = MAX_REPEATED as u64 + 11;
+    spool.append(instance, WORKSPACE, taken()).unwrap();
+    for _ in 2..last {
         spool.append(instance, WORKSPACE, exited()).unwrap();
     }
-    assert!(matches!(spool.append(instance, WORKSPACE, exited()), Err(SpoolError::Full { .. })));
-    assert_eq!(spool.append(instance, WORKSPACE, ended()).unwrap(), MAX_PENDING as u64 + 1);
+    assert_eq!(spool.append(instance, WORKSPACE, ended()).unwrap(), last);
+    // What was taken, the newest of the rest, and the end.
+    let kept: Vec<u64> = [1].into_iter().chain(11..=last).collect();
+    assert_eq!(seqs(&spool), kept);
+    drop(spool);
+    let spool = EventSpool::open(dir.path()).unwrap();
+    assert_eq!(seqs(&spool), kept, "a restart comes to the same");
+    spool.ack(instance, last - 1);
+    assert_eq!(seqs(&spool), [last]);
+}
+
+#[test]
+fn a_guest_that_never_rests_does_not_fill_the_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let instance = InstanceId::generate();
+    let path = dir.path().join(format!("{instance}{SUFFIX}"));
+    let spool = EventSpool::open(dir.path()).unwrap();
+    let blocked = || Kind::Blocked(v1::Blocked { message: "é".repeat(10_000) });
+    let mut longest = 0;
+    spool.append(instance, WORKSPACE, taken()).unwrap();
+    // As if only the last few were not acknowledged: each is long.
+    for number in 2..400 {
+        let seq = spool.append(instance, WORKSPACE, blocked()).unwrap();
+        assert_eq!(seq, number);
+        if seq % 10 == 0 {
+            spool.ack(instance, seq - 5);
+        }
+        longest = longest.max(fs::metadata(&path).unwrap().len());
+    }
+    assert!(longest < 200 << 10, "{longest} bytes");
+    let before = spool.unacked();
+    drop(spool);
+    let spool = EventSpool::open(dir.path()).unwrap();
+    assert_eq!(spool.unacked(), before);
+    assert_eq!(spool.append(instance, WORKSPACE, ended()).unwrap(), 400);
+}
+
+#[test]
+fn a_journal_that_is_written_anew_keeps_the_gaps_between_its_numbers() {
+    let dir = tempfile::tempdir().unwrap();
+    let instance = InstanceId::generate();
+    let path = dir.path().join(format!("{instance}{SUFFIX}"));
+    let spool = EventSpool::open(dir.path()).unwrap();
+    spool.append(instance, WORKSPACE, taken()).unwrap();
+    // So many that they are several times as long as what is kept of them.
+    let mut shrunk = false;
+    let mut length = 0;
+    while !shrunk {
+        spool.append(instance, WORKSPACE, exited()).unwrap();
+        let now = fs::metadata(&path).unwrap().len();
+        shrunk = now < length;
+        length = now;
+    }
+    let (kept, last) = (seqs(&spool), spool.last_seq(instance));
+    assert_eq!((kept.len(), kept[0], kept[1]), (MAX_REPEATED + 1, 1, last + 1 - MAX_REPEATED as u64));
+    drop(spool);
+    let spool = EventSpool::open(dir.path()).unwrap();
+    assert_eq!(seqs(&spool), kept);
+    assert_eq!(spool.append(instance, WORKSPACE, exited()).unwrap(), last + 1);
 }
 
 #[test]
