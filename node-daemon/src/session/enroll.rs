@@ -13,7 +13,8 @@ use crate::{
     state::{Credentials, StateDir, StateError},
 };
 
-const TIMEOUT: Duration = Duration::from_secs(15);
+/// Much longer than the operator takes: when the answer is lost, so is the token.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Debug, thiserror::Error)]
 pub enum EnrollError {

@@ -43,6 +43,8 @@ const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 const HELLOS_IN_FLIGHT: usize = 32;
 /// Each asks the API server, for whoever comes: strangers must not take its time from the sessions.
 const ENROLLMENTS_IN_FLIGHT: usize = 8;
+/// Whoever would wait longer comes again: a host that has given up before its answer comes has lost its token.
+const ENROLLMENT_WAITS: Duration = Duration::from_secs(5);
 /// Messages between the queue of a session and its connection.
 const WIRE: usize = 64;
 /// A Hello lists everything that a node has; 100,000 Instances fit.
@@ -169,7 +171,8 @@ type Outbound<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 #[tonic::async_trait]
 impl NodeControl for SessionServer {
     async fn enroll(&self, request: Request<v1::EnrollRequest>) -> Result<Response<v1::EnrollResponse>, Status> {
-        let _permit = self.enrollments.acquire().await.map_err(|_| Status::unavailable("the operator ends"))?;
+        let permit = tokio::time::timeout(ENROLLMENT_WAITS, self.enrollments.acquire()).await;
+        let _permit = permit.map_err(|_| Status::unavailable("many hosts enroll at this moment: come back soon"))?;
         let leading = self.leading_or_unavailable()?;
         enroll::enroll(&leading, self.in_cluster.as_deref(), request.into_inner()).await.map(Response::new)
     }
