@@ -135,7 +135,8 @@ impl Host {
         self.begin().await?.receive().await
     }
 
-    async fn begin(&self) -> Result<Session> {
+    /// A session in which nothing was said yet.
+    pub async fn begin(&self) -> Result<Session> {
         let (outbound, messages) = mpsc::channel(16);
         let connection = self.client.clone().session(ReceiverStream::new(messages)).await?.into_inner();
         let (sender, inbound) = mpsc::unbounded_channel();

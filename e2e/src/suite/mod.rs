@@ -15,6 +15,7 @@ pub mod replica;
 pub mod secrets;
 pub mod transcript;
 mod wait;
+pub mod wire;
 mod workspaces;
 
 use std::env;

@@ -8,7 +8,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use tokio::process::{Child, Command};
 
 use super::Place;
-use crate::local::NAMESPACE;
+use crate::local::{LocalCluster, NAMESPACE};
 
 /// How long a replica that fell silent stays the leader.
 const LEASE_SECONDS: u64 = 5;
@@ -18,18 +18,24 @@ pub struct Replica {
     pub process: Child,
     /// Where nodes open their sessions.
     pub session: u16,
+    pub health: u16,
     log: PathBuf,
 }
 
 impl Replica {
     /// Its failpoints are those of the cluster's own operator, and so are the arguments that a test gave to that one.
     pub fn start(place: &Place, name: &str) -> Result<Self> {
+        Self::beside(place.cluster(), name)
+    }
+
+    /// The same for a cluster without tests.
+    pub fn beside(cluster: &LocalCluster, name: &str) -> Result<Self> {
         let ports = (0..3).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<Result<Vec<_>, _>>()?;
         let ports = ports.iter().map(|port| Ok(port.local_addr()?.port())).collect::<Result<Vec<_>>>()?;
-        let layout = place.cluster().layout();
+        let layout = cluster.layout();
         let log = layout.root().join(format!("{name}.log"));
         let listen = |port: u16| format!("127.0.0.1:{port}");
-        let process = Command::new(place.cluster().programs().operator())
+        let process = Command::new(cluster.programs().operator())
             .env(kibo_failpoint::DIRECTORY_VARIABLE, layout.operator_failpoints())
             .arg("run")
             .arg("--kubeconfig")
@@ -39,11 +45,11 @@ impl Replica {
             .args(["--health-listen", &listen(ports[2]), "--session-name", "127.0.0.1,localhost"])
             .args(["--api-service-external-name", "localhost"])
             .args(["--lease-seconds", &LEASE_SECONDS.to_string()])
-            .args(place.cluster().recorded().operator_args)
+            .args(cluster.recorded().operator_args)
             .stderr(std::fs::File::create(&log)?)
             .kill_on_drop(true)
             .spawn()?;
-        Ok(Self { process, session: ports[0], log })
+        Ok(Self { process, session: ports[0], health: ports[2], log })
     }
 
     pub fn signal(&self, signal: Signal) -> Result<()> {

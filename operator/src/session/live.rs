@@ -25,6 +25,9 @@ use crate::{
 /// Messages that may wait for a node that does not read; one more ends the session.
 const OUTBOUND_QUEUE: usize = 1024;
 
+/// As many as a Node may have; a host that says more means no limit.
+const MOST_SLOTS: u32 = 100_000;
+
 /// What could not be measured is absent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Capacity {
@@ -38,7 +41,7 @@ impl From<&v1::Capacity> for Capacity {
         Self {
             cpu: capacity.cpu_milli.map(MilliCpu),
             memory: capacity.memory_bytes.map(Bytes),
-            max_instances: capacity.max_instances,
+            max_instances: capacity.max_instances.map(|max| max.min(MOST_SLOTS)),
         }
     }
 }
