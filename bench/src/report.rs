@@ -78,6 +78,14 @@ pub fn millis(millis: f64) -> String {
     format!("{millis:.0} ms")
 }
 
+pub fn seconds(seconds: f64) -> String {
+    format!("{seconds:.1} s")
+}
+
+pub fn percent(percent: f64) -> String {
+    format!("{percent:.1} %")
+}
+
 pub fn ratio(ratio: f64) -> String {
     format!("{ratio:.2}")
 }

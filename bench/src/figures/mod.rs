@@ -1,5 +1,6 @@
 //! What is measured, a file for each.
 
+mod fleet;
 mod memory;
 mod start;
 mod streams;
@@ -24,6 +25,8 @@ pub enum Figure {
     Writes,
     /// Bytes into and out of a guest, beside the bare virtio-serial channel
     Streams,
+    /// 500 nodes that do nothing: how soon a new leader has them, and what they cost
+    Fleet,
 }
 
 impl Figure {
@@ -34,6 +37,7 @@ impl Figure {
             Self::Memory => memory::measure(site).await,
             Self::Writes => writes::measure(site).await,
             Self::Streams => streams::measure(site).await,
+            Self::Fleet => fleet::measure(site).await,
         }
     }
 }

@@ -1,0 +1,200 @@
+//! Many nodes in one process: the daemon's own sessions, admission, pools and spools, each with a state directory of its
+//! own, and no virtual machines. What the operator sees of them is what it would see of as many idle hosts.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use futures::stream::{self, BoxStream, StreamExt as _, TryStreamExt as _};
+use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::api::core::v1::ConfigMap;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kibo_crds::node::{Enrollment, NodeSpec};
+use kibo_crds::{InstanceId, Node as NodeObject, NodeId, ObjectUid};
+use kibo_node_daemon::config::Config;
+use kibo_node_daemon::instance::{ExecStream, LogChunk, StopMode, StreamError, Summary};
+use kibo_node_daemon::launch::Launch;
+use kibo_node_daemon::pool::{self, Pools};
+use kibo_node_daemon::session::{self, InstanceControl, Inventoried, Node, NodeParts, Outcome};
+use kibo_node_daemon::spool::EventSpool;
+use kibo_node_daemon::state::{NodeState, StateDir};
+use kibo_protocol::{EnrollmentToken, Secret, v1};
+use kube::Client;
+use kube::api::{Api, PostParams};
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject as _;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use crate::local::{LocalCluster, NAMESPACE};
+use crate::suite::{eventually, secrets};
+
+/// How long a token works; each node uses its own within minutes.
+const TOKEN_VALID: SignedDuration = SignedDuration::from_mins(30);
+/// Nodes that are made at once.
+const SIDE_BY_SIDE: usize = 16;
+const ENROLLED_WITHIN: Duration = Duration::from_secs(120);
+
+/// The nodes; their sessions end with [`Fleet::end`].
+pub struct Fleet {
+    directory: PathBuf,
+    shutdown: CancellationToken,
+    nodes: Vec<JoinHandle<Outcome>>,
+}
+
+impl Fleet {
+    /// Registers `size` nodes and begins their sessions with the operator behind one of these endpoints; the nodes
+    /// enroll by themselves.
+    pub async fn begin(cluster: &LocalCluster, size: usize, endpoints: &[String]) -> Result<Self> {
+        let client = cluster.client().await?;
+        let directory = cluster.layout().root().join("fleet");
+        fs::create_dir_all(directory.join("images"))?;
+        let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
+        let ca = maps.get("kibotos-ca").await?.data.unwrap_or_default().remove("ca.crt").context("no ca.crt")?;
+        fs::write(directory.join("ca.crt"), &ca)?;
+        let der = CertificateDer::from_pem_slice(ca.as_bytes()).context("the operator's CA is no certificate")?;
+        let ca_hash = EnrollmentToken::hash_of_ca(&der);
+
+        let shutdown = CancellationToken::new();
+        let make = |number: usize| {
+            let (client, directory, shutdown) = (client.clone(), &directory, shutdown.clone());
+            async move {
+                let id: NodeId = name(number).parse()?;
+                let secret = secrets::generate()?;
+                register(&client, &id, &secret).await?;
+                let token = EnrollmentToken { node_id: id.to_string(), secret, ca_hash };
+                let node = prepare(directory, &id, &token, endpoints)?;
+                let running = tokio::spawn(session::run(node, shutdown));
+                enrolled(directory, &id).await?;
+                anyhow::Ok(running)
+            }
+        };
+        let made = stream::iter((0..size).map(make)).buffer_unordered(SIDE_BY_SIDE);
+        let nodes = made.try_collect().await?;
+        Ok(Self { directory, shutdown, nodes })
+    }
+
+    pub fn size(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// Ends the daemons, and takes their directories off the disk.
+    pub async fn end(self) -> Result<()> {
+        self.shutdown.cancel();
+        for node in self.nodes {
+            let outcome = node.await?;
+            ensure!(outcome == Outcome::Shutdown, "a node of the fleet ended by itself: {outcome:?}");
+        }
+        fs::remove_dir_all(&self.directory).with_context(|| format!("failed to remove {}", self.directory.display()))
+    }
+}
+
+/// Of a node of the fleet.
+pub fn name(number: usize) -> String {
+    format!("fleet-{number:03}")
+}
+
+async fn register(client: &Client, id: &NodeId, secret: &Secret) -> Result<()> {
+    let expires_at = Time(Timestamp::now() + TOKEN_VALID);
+    let enrollment = Enrollment { secret_hash: secret.hash().to_string(), expires_at, request_id: None };
+    let spec = NodeSpec { enrollment: Some(enrollment), ..NodeSpec::default() };
+    let nodes: Api<NodeObject> = Api::all(client.clone());
+    let made = nodes.create(&PostParams::default(), &NodeObject::new(id.as_str(), spec)).await;
+    made.map(drop).with_context(|| format!("failed to register node {id}"))
+}
+
+/// Hosts are installed one after the other: a few of them enroll at the same moment, and not all.
+async fn enrolled(directory: &Path, id: &NodeId) -> Result<()> {
+    let key = directory.join(id.as_str()).join("state/credentials.json");
+    let what = format!("node {id} has enrolled");
+    eventually(&what, ENROLLED_WITHIN, async || Ok(key.exists().then_some(()))).await
+}
+
+/// The rooms of one daemon, as the daemon itself puts them together.
+fn prepare(directory: &Path, id: &NodeId, token: &EnrollmentToken, endpoints: &[String]) -> Result<Arc<Node<Nothing>>> {
+    let own = directory.join(id.as_str());
+    fs::create_dir_all(&own)?;
+    fs::write(own.join("enroll.token"), token.expose())?;
+    pool::init(&own.join("pool"), &format!("local-{id}").parse()?)?;
+    let (shared, own) = (directory.display(), own.display());
+    let text = format!(
+        r#"
+        state_dir = "{own}/state"
+        node = {{ id = "{id}" }}
+        resources = {{ cpu = "16", memory = "64Gi" }}
+        storage_pools = [{{ id = "local-{id}", path = "{own}/pool" }}]
+        vmm = {{ accelerator = "tcg", qemu = "/none", kernel = "/none", initrd = "/none" }}
+        images = {{ dir = "{shared}/images" }}
+        control = {{ endpoints = {endpoints:?}, ca_file = "{shared}/ca.crt", token_file = "{own}/enroll.token" }}
+        "#
+    );
+    let config = Arc::new(Config::parse(&text)?);
+    let dir = StateDir::open(&config.state_dir)?;
+    let parts = NodeParts {
+        id: id.clone(),
+        boot_id: format!("boot-of-{id}"),
+        state: NodeState::open(&dir)?,
+        pools: Arc::new(Pools::open(&config.storage_pools, id)?),
+        spool: Arc::new(EventSpool::open(&config.spool_dir())?),
+        instances: Nothing,
+        config,
+        dir,
+    };
+    Ok(Arc::new(Node::new(parts)))
+}
+
+/// A host that runs nothing, and is asked for nothing.
+#[derive(Clone, Copy, Debug)]
+struct Nothing;
+
+fn no_instance() -> StreamError {
+    StreamError { failure: v1::StreamFailure::NoInstance, message: "a fleet runs nothing".to_owned() }
+}
+
+impl InstanceControl for Nothing {
+    fn list(&self) -> Vec<Summary> {
+        Vec::new()
+    }
+
+    fn problem(&self, _: InstanceId) -> Option<String> {
+        None
+    }
+
+    fn inventory(&self) -> Result<Vec<Inventoried>, String> {
+        Ok(Vec::new())
+    }
+
+    async fn start(&self, launch: Launch) {
+        tracing::error!(instance = %launch.instance(), "a fleet starts nothing");
+    }
+
+    fn stop(&self, _: InstanceId, _: StopMode) -> bool {
+        false
+    }
+
+    fn tear_down(&self, _: InstanceId, _: &str) -> bool {
+        false
+    }
+
+    async fn destroy_all(&self, _: v1::EndReason, _: &str) {}
+
+    async fn exec(&self, _: v1::ExecRequest) -> Result<ExecStream, StreamError> {
+        Err(no_instance())
+    }
+
+    async fn connect(&self, _: v1::ConnectRequest) -> Result<ExecStream, StreamError> {
+        Err(no_instance())
+    }
+
+    async fn archive(&self, _: v1::ArchiveRequest) -> Result<ExecStream, StreamError> {
+        Err(no_instance())
+    }
+
+    fn log(&self, _: &v1::LogRequest) -> Result<BoxStream<'static, LogChunk>, StreamError> {
+        Err(no_instance())
+    }
+
+    fn forget_log(&self, _: &ObjectUid) {}
+}
