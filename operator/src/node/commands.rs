@@ -89,10 +89,12 @@ fn end(record: &mut CommandRecord, outcome: Outcome, now: &Time) {
 }
 
 fn outcome(record: &CommandRecord, stands: bool, node: &Node, status: &NodeStatus) -> Outcome {
+    // The host is told, and speaks for this node no more.
+    let is_silent = status.session.as_ref().is_none_or(|session| !session.alive);
     match record.operation.as_str() {
         "isolate" => isolation(record, stands, node, status),
-        "retire" => Outcome::done_when(status.admission == Some(Admission::Retired)),
-        "revoke" => Outcome::done_when(status.admission != Some(Admission::Admitted)),
+        "retire" => Outcome::done_when(is_silent && status.admission == Some(Admission::Retired)),
+        "revoke" => Outcome::done_when(is_silent && status.admission != Some(Admission::Admitted)),
         // The request itself is all of it: it is in the spec, which the node's session follows.
         _ => Outcome::done_when(true),
     }
@@ -134,7 +136,7 @@ mod tests {
     use k8s_openapi::jiff::{SignedDuration, Timestamp};
     use kibo_crds::{
         Incarnation,
-        node::{Drain, Isolation, NodeSpec, Retirement},
+        node::{Drain, Isolation, NodeSession, NodeSpec, Retirement},
     };
 
     use super::*;
@@ -236,6 +238,28 @@ mod tests {
         // Somebody else was quicker, with the same life.
         assert_eq!(seen("b", IsolationState::Finished).result, CommandResult::Succeeded);
         assert_eq!(seen("b", IsolationState::Refused).result, CommandResult::Processing);
+    }
+
+    #[test]
+    fn a_retirement_ends_with_the_session() {
+        let retired = node(|spec| spec.retirement = Some(Retirement { request_id: Some("r".parse().unwrap()) }));
+        let session = |alive| NodeStatus {
+            admission: Some(Admission::Retired),
+            session: Some(NodeSession {
+                id: "s".into(),
+                alive,
+                incarnation: Incarnation(1),
+                boot_id: "b".into(),
+                version: "v".into(),
+                source_revision: None,
+                started_at: at(0),
+                ended_at: None,
+            }),
+            ..NodeStatus::default()
+        };
+        let told = records(&retired, &session(true), &at(1));
+        assert_eq!(told[0].result, CommandResult::Processing);
+        assert_eq!(records(&retired, &with(session(false), told), &at(2))[0].result, CommandResult::Succeeded);
     }
 
     #[test]
