@@ -59,6 +59,12 @@ pub struct LocalNode {
     /// Where it reaches the operator; absent: directly.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub endpoint: Option<String>,
+    /// The network namespace in which its daemon runs; absent: the host's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub namespace: Option<String>,
+    /// Added to its daemon's environment.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub env: BTreeMap<String, String>,
     /// Absent: its guests have none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<LocalNetwork>,
@@ -175,6 +181,8 @@ impl LocalCluster {
             images: None,
             endpoint: None,
             service_account_token: None,
+            namespace: None,
+            env: BTreeMap::new(),
             network: LocalNetwork::pick(self.recorded().nodes.iter().filter_map(|node| node.network.as_ref())),
         }
     }
@@ -200,14 +208,20 @@ impl LocalCluster {
                 self.grant(id, &dir, &ca).await?;
             }
         }
-        Ok(Launch::new(
-            self.programs().node_daemon(),
-            self.log(&Component::Node(id.to_owned())),
-            "build it with cargo build --bins",
-        )
-        .arg("run")
-        .flag("config", dir.join("config.toml"))
-        .env(kibo_failpoint::DIRECTORY_VARIABLE, self.layout().node_failpoints(id)))
+        let (program, log) = (self.programs().node_daemon(), self.log(&Component::Node(id.to_owned())));
+        let launch = match &node.namespace {
+            None => Launch::new(program, log, "build it with cargo build --bins"),
+            // It becomes the daemon: the process stays the same.
+            Some(namespace) => Launch::new("/usr/bin/nsenter".into(), log, "install util-linux")
+                .flag("net", format!("/run/netns/{namespace}"))
+                .arg("--")
+                .arg(program),
+        };
+        let launch = node.env.iter().fold(launch, |launch, (name, value)| launch.env(name, value));
+        Ok(launch
+            .arg("run")
+            .flag("config", dir.join("config.toml"))
+            .env(kibo_failpoint::DIRECTORY_VARIABLE, self.layout().node_failpoints(id)))
     }
 
     fn config_of<'a>(&self, node: &'a LocalNode) -> Config<'a> {

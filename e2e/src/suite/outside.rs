@@ -30,6 +30,18 @@ pub const RESOLVED: Ipv4Addr = Ipv4Addr::new(203, 0, 113, 7);
 /// Makes names and addresses unique in this process.
 static COUNT: AtomicU32 = AtomicU32::new(0);
 
+/// Every address that the host's end can have, for the certificate of an operator that is to be reached there.
+pub fn addresses_of_host() -> String {
+    (0..RANGES).map(|range| host_in(range).to_string()).collect::<Vec<_>>().join(",")
+}
+
+/// TEST-NET-2 in ranges of four.
+const RANGES: u32 = 64;
+
+fn host_in(range: u32) -> Ipv4Addr {
+    Ipv4Addr::from(u32::from(Ipv4Addr::new(198, 51, 100, 0)) + range * 4 + 1)
+}
+
 /// The namespace; gone when it is dropped, and its interfaces with it.
 pub struct Outside {
     name: String,
@@ -48,9 +60,8 @@ impl Outside {
         let pid = std::process::id();
         let name = format!("kibo-e2e-{pid}-{number}");
         let uplink = format!("kb{pid}-{number}");
-        // TEST-NET-2 in ranges of four.
-        let first = u32::from(Ipv4Addr::new(198, 51, 100, 0)) + (pid + number) % 64 * 4;
-        let (host, address) = (Ipv4Addr::from(first + 1), Ipv4Addr::from(first + 2));
+        let host = host_in((pid + number) % RANGES);
+        let address = Ipv4Addr::from(u32::from(host) + 1);
         let noted = Arc::default();
         // From here on dropping it takes back what was made.
         let mut outside = Self { name, uplink, host, address, noted, services: JoinSet::new() };
@@ -96,6 +107,34 @@ impl Outside {
         }
         self.services.spawn(resolve(tokio::net::UdpSocket::from_std(dns)?));
         self.services.spawn(note(tokio::net::UdpSocket::from_std(notes)?, self.noted.clone()));
+        Ok(())
+    }
+
+    /// The name of the namespace, for what is to run in it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// From now on nothing goes in or out; what is connected is not told.
+    pub async fn cut(&self) -> Result<()> {
+        self.nft("add table inet cut").await?;
+        for hook in ["input", "output"] {
+            self.nft(&format!("add chain inet cut {hook} {{ type filter hook {hook} priority 0; }}")).await?;
+            let interface = if hook == "input" { "iifname" } else { "oifname" };
+            self.nft(&format!("add rule inet cut {hook} {interface} eth0 drop")).await?;
+        }
+        Ok(())
+    }
+
+    pub async fn mend(&self) -> Result<()> {
+        self.nft("delete table inet cut").await
+    }
+
+    async fn nft(&self, command: &str) -> Result<()> {
+        let mut nft = Command::new("ip");
+        nft.args(["netns", "exec", &self.name, "nft", command]);
+        let output = nft.output().await.context("failed to run nft")?;
+        ensure!(output.status.success(), "nft {command}: {}", String::from_utf8_lossy(&output.stderr));
         Ok(())
     }
 

@@ -34,6 +34,8 @@ pub async fn host(place: &Place, id: &str) -> Result<Host> {
 pub async fn ready(place: &Place, host: &Host, incarnation: Option<u64>) -> Result<Session> {
     let session = host.session(incarnation).await?;
     session.confirm(&session.settings()).await?;
+    // With it a daemon has said everything, and the operator writes it down at once.
+    session.report(&session.settings(), &host.pools).await?;
     let is_candidate = |node: &Node| {
         let conditions = node.status.iter().flat_map(|status| &status.conditions);
         conditions.clone().any(|condition| condition.type_ == "Schedulable" && condition.status == "True")

@@ -1,6 +1,6 @@
 //! A way between a node and the operator that can be cut.
 
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 
 use anyhow::Result;
@@ -20,7 +20,12 @@ pub struct Proxy {
 impl Proxy {
     /// To a port of this host.
     pub async fn to(port: u16) -> Result<Self> {
-        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        Self::at(Ipv4Addr::LOCALHOST, port).await
+    }
+
+    /// The same, for those who come to this address of the host.
+    pub async fn at(address: Ipv4Addr, port: u16) -> Result<Self> {
+        let listener = TcpListener::bind((address, 0)).await?;
         let address = listener.local_addr()?;
         let target = Arc::new(watch::channel(Some(port)).0);
         tokio::spawn(accept(listener, target.clone()));

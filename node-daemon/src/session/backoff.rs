@@ -40,7 +40,7 @@ const SLOW: Duration = Duration::from_secs(60);
 /// a network that is mended.
 const LATELY: Duration = Duration::from_secs(120);
 /// Until then nobody waits longer than this.
-const SOON: Duration = Duration::from_secs(4);
+const SOON: Duration = Duration::from_secs(3);
 
 /// What the node knows besides how its last attempt ended.
 #[derive(Clone, Copy, Debug, Default)]
@@ -112,7 +112,7 @@ mod tests {
         assert_eq!([0, 1, 2, 3, 4].map(|failures| wait(failures, None)), [250, 250, 500, 1000, 2000]);
         assert_eq!(wait(u32::MAX, None), 30_000);
         // A leader that was killed is followed by another one.
-        assert_eq!(wait(9, Some(Duration::from_secs(20))), 4000);
+        assert_eq!(wait(9, Some(Duration::from_secs(20))), 3000);
         assert_eq!(wait(9, Some(Duration::from_secs(600))), 30_000);
     }
 

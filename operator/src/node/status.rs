@@ -20,6 +20,8 @@ use crate::{
 
 /// A report may be as old as this before the status is written for its time alone.
 const REPORT_REFRESH: SignedDuration = SignedDuration::from_secs(55);
+/// A clock that moved by less, in milliseconds, waits for that too.
+const CLOCK_STEP: u64 = 1000;
 
 /// A live session, as the registry has it.
 #[derive(Clone, Debug)]
@@ -489,6 +491,7 @@ pub fn is_worth_a_write(old: Option<&NodeStatus>, new: &NodeStatus) -> bool {
         }
         if let (Some(clock), Some(old)) = (&mut status.clock, &old.clock)
             && (clock.over, clock.kernel_synchronized) == (old.over, old.kernel_synchronized)
+            && clock.offset_millis.abs_diff(old.offset_millis) < CLOCK_STEP
         {
             clock.clone_from(old);
         }

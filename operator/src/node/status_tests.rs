@@ -243,6 +243,7 @@ fn a_clock_that_is_off_closes_placement_and_is_known_only_with_a_session() {
     assert_eq!(condition_of(&good, ConditionType::ClockSynchronized), ("True", "WithinBounds"));
     // A few milliseconds are no news; opening and closing is.
     assert!(!is_worth_a_write(Some(&good), &with(&node, Some(clock(20_003)))));
+    assert!(is_worth_a_write(Some(&good), &with(&node, Some(clock(21_000)))));
     assert!(is_worth_a_write(Some(&good), &off));
 
     node.status = Some(good);
