@@ -18,7 +18,8 @@ pub fn kernel_synchronized() -> Option<bool> {
     let mut asked: libc::timex = unsafe { std::mem::zeroed() };
     // SAFETY: with `modes` 0 the kernel changes nothing; it fills in the structure, which is valid and ours alone.
     let state = unsafe { libc::adjtimex(&raw mut asked) };
-    (state >= 0).then(|| state != libc::TIME_ERROR && asked.status & libc::STA_UNSYNC == 0)
+    let is_synchronized = state != libc::TIME_ERROR && asked.status & libc::STA_UNSYNC == 0;
+    (state >= 0).then_some(is_synchronized)
 }
 
 #[cfg(test)]

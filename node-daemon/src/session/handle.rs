@@ -178,7 +178,7 @@ impl<I: InstanceControl> Handler<I> {
             }
             // Of a newer operator: it knows from the version that this node cannot do it.
             None => {
-                tracing::debug!("a message of an unknown kind is ignored")
+                tracing::debug!("a message of an unknown kind is ignored");
             }
         }
         Ok(())

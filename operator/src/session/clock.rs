@@ -49,7 +49,7 @@ impl Measured {
         let on_node = Duration::from_nanos(left.checked_sub(came)?);
         let round_trip = elapsed.checked_sub(on_node)?;
         let middle = sent.unix_nanos + i128::try_from(elapsed.as_nanos()).ok()? / 2;
-        let middle_on_node = (i128::from(came) + i128::from(left)) / 2;
+        let middle_on_node = i128::midpoint(came.into(), left.into());
         let kernel_synchronized = reading.kernel_synchronized;
         Some(Self { offset_nanos: middle_on_node - middle, round_trip, kernel_synchronized })
     }

@@ -162,7 +162,7 @@ impl SessionServer {
         };
         // Tracked, so that at the end of the leadership each node still hears why.
         let tasks = leading.nodes.ctx.tasks.clone();
-        tasks.track_future(serve::serve(leading, hello, inbound, wire, permit)).await;
+        Box::pin(tasks.track_future(serve::serve(leading, hello, inbound, wire, permit))).await;
     }
 }
 

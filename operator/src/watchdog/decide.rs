@@ -103,13 +103,11 @@ impl Ledger {
     /// The node said something. Returns whether that is a return.
     pub fn heard(&mut self, node: &NodeId, now: Instant) -> bool {
         let seen = Seen { heard: now, was_here: true, reach: Reach::Reachable, told: false };
-        match self.nodes.get_mut(node) {
-            Some(known) => std::mem::replace(known, seen).reach != Reach::Reachable,
-            None => {
-                self.nodes.insert(node.clone(), seen);
-                false
-            }
+        if let Some(known) = self.nodes.get_mut(node) {
+            return std::mem::replace(known, seen).reach != Reach::Reachable;
         }
+        self.nodes.insert(node.clone(), seen);
+        false
     }
 
     /// This process did not listen: everybody has a full period from now on.
