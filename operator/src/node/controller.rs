@@ -9,7 +9,7 @@ use std::{
 use futures::{StreamExt as _, stream};
 use kibo_crds::{
     ConditionType, Node, NodeId, OvercommitPolicy,
-    node::{Admission, NodeStatus},
+    node::{Admission, NodePhase, NodeStatus},
 };
 use kibo_protocol::v1::SessionRefusal;
 use kube::{
@@ -81,7 +81,8 @@ impl NodeControl {
         let reach = self.ctx.watchdog.reach(id);
         Observed {
             node,
-            orphaned: live.is_none() && !opening && reach != Reach::Reachable,
+            // Whose registration has ended is not waited for.
+            orphaned: live.is_none() && !opening && (reach != Reach::Reachable || banished(node).is_some()),
             live,
             reach,
             periods: self.ctx.watchdog.periods(),
@@ -244,8 +245,27 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
     {
         return Ok(Action::requeue(left));
     }
+    let points = failpoints(node.status.as_ref(), &status);
+    if let Some((before, _)) = points {
+        kibo_failpoint::reach(before).await;
+    }
     control.write(&id, &node, status).await?;
+    if let Some((_, after)) = points {
+        kibo_failpoint::reach(after).await;
+    }
     Ok(Action::requeue(PERIOD))
+}
+
+/// The points before and after a write that ends an operation.
+fn failpoints(old: Option<&NodeStatus>, new: &NodeStatus) -> Option<(&'static str, &'static str)> {
+    let became = |is: fn(&NodeStatus) -> bool| is(new) && !old.is_some_and(is);
+    if became(|status| status.phase == Some(NodePhase::Drained)) {
+        Some(("before-drained", "drained-stored"))
+    } else if became(|status| matches!(status.admission, Some(Admission::Retired | Admission::Revoked))) {
+        Some(("before-end-of-registration", "end-of-registration-stored"))
+    } else {
+        None
+    }
 }
 
 /// Brings what the spec asks for to the live session.
@@ -272,6 +292,7 @@ async fn steer(id: &NodeId, node: &Node, control: &NodeControl) {
     if session.push_settings(wanted, revision) {
         tracing::info!(node = %id, drain = wanted.drain, cpu = %wanted.cpu, memory = %wanted.memory, "settings sent");
         control.ctx.registry.notify();
+        kibo_failpoint::reach("settings-sent").await;
     }
 }
 

@@ -88,6 +88,7 @@ pub async fn serve(
         end(&leading, &session);
     }
     metrics::gauge!("kibotos_sessions").decrement(1);
+    kibo_failpoint::reach("session-ended").await;
     mark_ended(&leading, &session).await;
 }
 

@@ -30,6 +30,7 @@ use crate::{
 };
 
 const PERIOD: Duration = Duration::from_secs(60);
+const CATCH_UP: Duration = Duration::from_millis(20);
 /// Readings such as free space are written at this pace.
 const PACE: Duration = Duration::from_secs(30);
 
@@ -38,18 +39,37 @@ pub struct PoolControl {
     ctx: Ctx,
     usage: Arc<dyn Usage>,
     nodes: Store<Node>,
+    /// Versions of the Nodes that this controller's own watch has shown.
+    seen: Mutex<HashMap<String, u128>>,
     written: Mutex<HashMap<String, Instant>>,
 }
 
 impl PoolControl {
     pub fn new(ctx: Ctx, usage: Arc<dyn Usage>, nodes: Store<Node>) -> Self {
-        Self { ctx, usage, nodes, written: Mutex::default() }
+        Self { ctx, usage, nodes, seen: Mutex::default(), written: Mutex::default() }
+    }
+
+    fn saw(&self, node: &Node) {
+        let (name, version) = (node.metadata.name.clone().unwrap_or_default(), version(node));
+        self.seen.lock().expect("no holder of this lock panics").insert(name, version);
+    }
+
+    /// The store of Nodes is fed by another watch, which may be behind the one that woke this controller.
+    fn is_behind(&self, nodes: &[Arc<Node>]) -> bool {
+        let seen = self.seen.lock().expect("no holder of this lock panics");
+        let newest = |node: &Node| seen.get(node.metadata.name.as_deref().unwrap_or_default()).copied();
+        nodes.iter().any(|node| newest(node).is_some_and(|newest| version(node) < newest))
     }
 
     fn paced(&self, name: &str) -> Option<Duration> {
         let written = self.written.lock().expect("no holder of this lock panics");
         written.get(name).and_then(|at| PACE.checked_sub(at.elapsed()))
     }
+}
+
+/// Versions of one object are comparable numbers.
+fn version(node: &Node) -> u128 {
+    node.metadata.resource_version.as_deref().and_then(|version| version.parse().ok()).unwrap_or(0)
 }
 
 /// Makes the objects of pools that a node declares for the first time.
@@ -69,7 +89,11 @@ pub async fn ensure(ctx: &Ctx, pools: impl Iterator<Item = &PoolId>) -> Result<(
 pub async fn run(controller: Controller<StoragePool>, control: Arc<PoolControl>) {
     let ctx = control.ctx.clone();
     let declared = Mutex::new(HashMap::new());
-    let touched = move |node: Node| pools_of(&node, &declared);
+    let watched = control.clone();
+    let touched = move |node: Node| {
+        watched.saw(&node);
+        pools_of(&node, &declared)
+    };
     controller
         .trigger_backoff(WatchBackoff::default())
         .with_config(Config::default().concurrency(4))
@@ -112,6 +136,9 @@ async fn reconcile(pool: Arc<StoragePool>, control: Arc<PoolControl>) -> Result<
     let name = pool.metadata.name.clone().unwrap_or_default();
     let Ok(id) = name.parse::<PoolId>() else { return Ok(Action::await_change()) };
     let nodes = control.nodes.state();
+    if control.is_behind(&nodes) {
+        return Ok(Action::requeue(CATCH_UP));
+    }
     let mut declarations: Vec<_> = nodes.iter().filter_map(|node| declaration(node, &name)).collect();
     declarations.sort_by(|a, b| a.node.cmp(&b.node));
     let status = compute(&pool, &declarations, control.usage.of_pool(&id), &now());
