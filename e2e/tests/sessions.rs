@@ -149,33 +149,6 @@ async fn an_isolation_shuts_the_incarnation_out_and_ends_with_the_next(place: Ar
     Ok(())
 }
 
-async fn of_an_isolation_and_a_reconnect_exactly_one_wins(place: Arc<Place>) -> Result<()> {
-    let host = Host::enroll(&place, "race").await?;
-    let mut incarnation = host.session(None).await?.ack.incarnation;
-    let (mut isolated, mut connected) = (0, 0);
-    for round in 0..20_u64 {
-        becomes(&place, "race", "no session", |status| !is_alive(status)).await?;
-        // A session takes two round trips more, so the isolation gives it a start of 0 to 38 ms.
-        let late = Duration::from_millis(round * 2);
-        let isolate = async {
-            tokio::time::sleep(late).await;
-            patch(&place, "race", isolation(incarnation)).await
-        };
-        let (isolate, connect) = tokio::join!(isolate, host.open(Some(incarnation)));
-        let connect = connect?;
-        ensure!(isolate.is_ok() != connect.is_ok(), "round {round}: isolate {isolate:?}, accepted {}", connect.is_ok());
-        if isolate.is_ok() {
-            isolated += 1;
-            ensure!(connect.err().map(|refused| refused.reason()) == Some(SessionRefusal::Isolated));
-            incarnation = host.session(None).await?.ack.incarnation;
-        } else {
-            connected += 1;
-        }
-    }
-    eprintln!("the isolation won {isolated} times, the reconnect {connected} times");
-    Ok(())
-}
-
 async fn settings_follow_the_spec_and_must_be_confirmed(place: Arc<Place>) -> Result<()> {
     let host = Host::enroll(&place, "obedient").await?;
     let mut session = host.session(None).await?;
@@ -365,7 +338,6 @@ fn main() -> ExitCode {
             "an_isolation_shuts_the_incarnation_out_and_ends_with_the_next",
             an_isolation_shuts_the_incarnation_out_and_ends_with_the_next,
         )
-        .test("of_an_isolation_and_a_reconnect_exactly_one_wins", of_an_isolation_and_a_reconnect_exactly_one_wins)
         .test("settings_follow_the_spec_and_must_be_confirmed", settings_follow_the_spec_and_must_be_confirmed)
         .test("a_control_plane_that_went_back_steers_nobody", a_control_plane_that_went_back_steers_nobody)
         .test("who_does_not_begin_with_a_hello_is_closed", who_does_not_begin_with_a_hello_is_closed)

@@ -1,6 +1,7 @@
 //! The nodes of a local cluster: what each offers, its daemon's config, and how it is enrolled.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -71,6 +72,9 @@ pub struct LocalNode {
     /// A service-account token that says which node it is, and by which it enrolls; absent: by an issued token.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub service_account_token: Option<PathBuf>,
+    /// Its daemon reads the id of the host's boot from this file; absent: the kernel's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub boot_id: Option<PathBuf>,
 }
 
 /// A storage pool that a node is attached to.
@@ -183,6 +187,7 @@ impl LocalCluster {
             service_account_token: None,
             namespace: None,
             env: BTreeMap::new(),
+            boot_id: None,
             network: LocalNetwork::pick(self.recorded().nodes.iter().filter_map(|node| node.network.as_ref())),
         }
     }
@@ -208,20 +213,30 @@ impl LocalCluster {
                 self.grant(id, &dir, &ca).await?;
             }
         }
-        let (program, log) = (self.programs().node_daemon(), self.log(&Component::Node(id.to_owned())));
-        let launch = match &node.namespace {
-            None => Launch::new(program, log, "build it with cargo build --bins"),
-            // It becomes the daemon: the process stays the same.
-            Some(namespace) => Launch::new("/usr/bin/nsenter".into(), log, "install util-linux")
-                .flag("net", format!("/run/netns/{namespace}"))
-                .arg("--")
-                .arg(program),
-        };
-        let launch = node.env.iter().fold(launch, |launch, (name, value)| launch.env(name, value));
+        let launch = node.env.iter().fold(self.daemon_launch(node), |launch, (name, value)| launch.env(name, value));
         Ok(launch
             .arg("run")
             .flag("config", dir.join("config.toml"))
             .env(kibo_failpoint::DIRECTORY_VARIABLE, self.layout().node_failpoints(id)))
+    }
+
+    /// The daemon, or what becomes it: the process stays the same.
+    fn daemon_launch(&self, node: &LocalNode) -> Launch {
+        const MOUNT: &str = r#"mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@""#;
+        let mut words: Vec<OsString> = Vec::new();
+        if let Some(namespace) = &node.namespace {
+            words.extend(["/usr/bin/nsenter".into(), format!("--net=/run/netns/{namespace}").into(), "--".into()]);
+        }
+        if let Some(boot_id) = &node.boot_id {
+            words.extend(["/usr/bin/unshare", "--mount", "--propagation", "private", "--"].map(Into::into));
+            words.extend(["/bin/sh", "-c", MOUNT].map(Into::into));
+            words.push(boot_id.into());
+        }
+        words.push(self.programs().node_daemon().into());
+        let log = self.log(&Component::Node(node.id.clone()));
+        let mut words = words.into_iter();
+        let program = words.next().map(PathBuf::from).unwrap_or_default();
+        words.fold(Launch::new(program, log, "build it with cargo build --bins; install util-linux"), Launch::arg)
     }
 
     fn config_of<'a>(&self, node: &'a LocalNode) -> Config<'a> {

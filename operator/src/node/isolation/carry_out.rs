@@ -100,8 +100,9 @@ async fn take(control: &Arc<NodeControl>, id: &NodeId, node: &Node, step: Step) 
     let stored = node.status.as_ref().and_then(|status| status.isolation.clone());
     match (step, stored) {
         (Step::Begin(begun), _) => {
-            tracing::warn!(node = %id, incarnation = %begun.incarnation, "an isolation is ordered");
+            let incarnation = begun.incarnation;
             store(control, id, node, begun).await?;
+            tracing::warn!(node = %id, %incarnation, "an isolation is ordered");
             kibo_failpoint::reach("isolation-begun").await;
             Ok(())
         }
@@ -124,9 +125,10 @@ async fn decide(
     kibo_failpoint::reach("isolation-looked").await;
     let begun = IsolationResult { evidence: seen.words.clone(), ..begun };
     if seen.writes {
-        tracing::warn!(node = %id, evidence = seen.words, "the isolation is refused: the host still writes");
         let refused = IsolationResult { state: IsolationState::Refused, finished_at: Some(now()), ..begun };
-        return Ok(store(control, id, node, refused).await?);
+        store(control, id, node, refused).await?;
+        tracing::warn!(node = %id, evidence = seen.words, "the isolation is refused: the host still writes");
+        return Ok(());
     }
     // The session is over; a commit that was under way when it ended is not counted by half.
     let in_flight = control.usage.of_node(id).in_flight;
@@ -135,11 +137,11 @@ async fn decide(
     }
     let census = census::take(&control.ctx.client, id, begun.incarnation).await?;
     kibo_failpoint::reach("isolation-listed").await;
+    store(control, id, node, census.store_in(&begun)).await?;
     tracing::warn!(
         node = %id, incarnation = %begun.incarnation, volumes = census.volumes, layers = census.layers,
         workspaces = census.workspaces, evidence = seen.words, "the isolation is carried out"
     );
-    store(control, id, node, census.store_in(&begun)).await?;
     kibo_failpoint::reach("isolation-counted").await;
     Ok(())
 }
@@ -156,9 +158,10 @@ async fn release(
         return Err(StepError::StillHeld(left));
     }
     kibo_failpoint::reach("isolation-released").await;
-    tracing::info!(node = %id, incarnation = %decided.incarnation, "the isolation is finished");
+    let incarnation = decided.incarnation;
     let finished = IsolationResult { state: IsolationState::Finished, finished_at: Some(now()), ..decided };
     store(control, id, node, finished).await?;
+    tracing::info!(node = %id, %incarnation, "the isolation is finished");
     kibo_failpoint::reach("isolation-finished").await;
     Ok(())
 }
