@@ -8,7 +8,10 @@ use anyhow::{Context as _, Result, ensure};
 use kibo_crds::Workspace;
 use kibo_crds::workspace::WorkspacePhase;
 use kibo_e2e::local::Component;
+use kibo_e2e::suite::disk::Disk;
+use kibo_e2e::suite::failpoints::Failpoints;
 use kibo_e2e::suite::{Place, START, STOP, Suite, execution, has_failed, is_available, phase_of, why};
+use kibo_failpoint::Action;
 use kube::api::DeleteParams;
 use serde_json::json;
 
@@ -18,6 +21,7 @@ fn main() -> ExitCode {
         .test("a_killed_daemon_finds_its_guest_again", killed_daemon)
         .test("a_vm_that_ended_without_its_daemon_is_reported", vm_ends_without_daemon)
         .test("each_failure_has_a_reason_of_its_own", reasons)
+        .test("a_disk_that_is_full_is_said_and_waited_for", full_disk)
         .alone("a_killed_operator_finishes_what_was_asked", killed_operator)
         .alone("a_restarted_api_server_loses_nothing", restarted_apiserver)
         .run()
@@ -157,6 +161,33 @@ async fn reasons(place: Arc<Place>) -> Result<()> {
         let told = |it: &Workspace| why(it).starts_with(expected) && why(it).contains(says);
         place.workspace(name, &format!("says {expected}"), START, told).await?;
     }
+    Ok(())
+}
+
+/// The pool's disk fills up between the Go and the making of the image; and it is full before anybody is asked.
+async fn full_disk(place: Arc<Place>) -> Result<()> {
+    const GIB: u64 = 1 << 30;
+    let directory = place.cluster().layout().root().join("full-disk");
+    std::fs::create_dir_all(&directory)?;
+    let disk = Disk::mount(&directory, 8 * GIB)?;
+    let node = place.node_with("2", "1Gi", |node| node.pools[0].path = disk.pool()).await?;
+    let points = Failpoints::of(place.cluster(), &Component::Node(node))?;
+    points.arm(&["go-received"], Action::Wait)?;
+    place.create_workspace("caught", json!({})).await?;
+    points.all_reached(&["go-received"], Duration::from_secs(u64::from(START))).await?;
+    disk.fill(GIB / 64)?;
+    points.clear()?;
+    let told = |it: &Workspace| has_failed(it) && why(it).starts_with("StorageFailed: ") && why(it).contains("free");
+    let failed = place.workspace("caught", "says that there is no space", START, told).await?;
+    ensure!(failed.status.as_ref().is_some_and(|status| status.execution.is_none()), "it holds no execution");
+
+    place.create_workspace("waits", json!({})).await?;
+    let told = |it: &Workspace| why(it).starts_with("ResourceExhausted: ") && why(it).contains("space");
+    place.workspace("waits", "says that there is no space", START, told).await?;
+    disk.empty()?;
+    place.available("waits").await?;
+    place.power("caught", json!({"state": "Running", "requestId": "again"})).await?;
+    place.available("caught").await?;
     Ok(())
 }
 

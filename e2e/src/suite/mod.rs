@@ -3,6 +3,7 @@
 //! the last, whatever happened; then nothing of it may be left on the host.
 
 mod audit;
+pub mod disk;
 #[cfg(feature = "failpoints")]
 pub mod failpoints;
 pub mod host;

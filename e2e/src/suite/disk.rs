@@ -1,0 +1,64 @@
+//! A disk of its own for a storage pool: a file system in a sparse file, which a test can fill.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, ensure};
+use rustix::fs::{FallocateFlags, fallocate, statvfs};
+
+/// Mounted; dropped, it is gone with what is on it.
+pub struct Disk {
+    image: PathBuf,
+    mount: PathBuf,
+    filler: PathBuf,
+}
+
+impl Disk {
+    /// Makes and mounts one of so many bytes below `directory`, which exists.
+    pub fn mount(directory: &Path, bytes: u64) -> Result<Self> {
+        let (image, mount) = (directory.join("disk.ext4"), directory.join("disk"));
+        let disk = Self { filler: mount.join("filler"), image, mount };
+        fs::create_dir(&disk.mount).context("failed to make the mount point")?;
+        File::create_new(&disk.image).and_then(|file| file.set_len(bytes)).context("failed to make the disk's file")?;
+        run(Command::new("mkfs.ext4").args(["-q", "-m", "0"]).arg(&disk.image))?;
+        run(Command::new("mount").args(["-o", "loop"]).arg(&disk.image).arg(&disk.mount))?;
+        Ok(disk)
+    }
+
+    /// A directory on it that does not exist yet.
+    pub fn pool(&self) -> PathBuf {
+        self.mount.join("pool")
+    }
+
+    /// Takes all but `left` bytes.
+    pub fn fill(&self, left: u64) -> Result<()> {
+        let space = statvfs(&self.mount)?;
+        let free = space.f_bavail * space.f_frsize;
+        let file = File::create_new(&self.filler)?;
+        let taken = free.checked_sub(left).context("the disk has less free than is to be left")?;
+        fallocate(&file, FallocateFlags::empty(), 0, taken).context("failed to fill the disk")
+    }
+
+    /// Gives back what [`Self::fill`] took.
+    pub fn empty(&self) -> Result<()> {
+        fs::remove_file(&self.filler).context("failed to free the disk")
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        // Lazily: the daemon of the pool may still look at it.
+        let unmounted = run(Command::new("umount").arg("--lazy").arg(&self.mount));
+        let removed = fs::remove_file(&self.image).and_then(|()| fs::remove_dir(&self.mount));
+        if let (Err(error), _) | (Ok(()), Err(error)) = (unmounted, removed.map_err(Into::into)) {
+            eprintln!("failed to take the disk {} away: {error:#}", self.mount.display());
+        }
+    }
+}
+
+fn run(command: &mut Command) -> Result<()> {
+    let output = command.output().with_context(|| format!("failed to run {command:?}"))?;
+    ensure!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr).trim());
+    Ok(())
+}
