@@ -4,7 +4,7 @@ use clap::Args;
 use kibo_crds::{InstanceId, NodeId, Workspace, workspace::WorkspacePhase};
 use kube::{Api, api::ListParams};
 
-use super::view::Many;
+use super::table::Many;
 use crate::{
     client::{Cluster, Paging, nothing, remark_next_page},
     errors::{Result, Subject},

@@ -4,9 +4,13 @@ mod cleanup;
 mod create;
 mod delete;
 mod list;
+mod page;
 mod power;
 mod stream;
+mod table;
 mod target;
+#[cfg(test)]
+mod tests;
 mod view;
 mod wait;
 
@@ -110,7 +114,7 @@ pub async fn run(cluster: &Cluster, command: Command) -> Result<u8> {
         Command::Create(args) => Box::pin(create::create(cluster, *args)).await?,
         Command::Get { workspace, output } => {
             let (workspace, _) = target::fetch(cluster, &workspace).await?;
-            let page = view::One::gather(cluster, workspace).await;
+            let page = page::One::gather(cluster, workspace).await;
             present(output.form(), &page)?;
         }
         Command::List(args) => list::list(cluster, args).await?,

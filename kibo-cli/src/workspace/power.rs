@@ -12,7 +12,7 @@ use kube::{
 use sha2::{Digest as _, Sha256};
 use ulid::Ulid;
 
-use super::{Start, Stop, target, view::One};
+use super::{Start, Stop, page::One, target};
 use crate::{
     client::Cluster,
     errors::{Error, Kind, On as _, Result, Subject},
