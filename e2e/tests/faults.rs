@@ -8,7 +8,6 @@ use anyhow::{Context as _, Result, ensure};
 use kibo_crds::Workspace;
 use kibo_crds::workspace::WorkspacePhase;
 use kibo_e2e::local::Component;
-use kibo_e2e::suite::disk::Disk;
 use kibo_e2e::suite::failpoints::Failpoints;
 use kibo_e2e::suite::{Place, START, STOP, Suite, execution, has_failed, is_available, phase_of, why};
 use kibo_failpoint::Action;
@@ -167,9 +166,7 @@ async fn reasons(place: Arc<Place>) -> Result<()> {
 /// The pool's disk fills up between the Go and the making of the image; and it is full before anybody is asked.
 async fn full_disk(place: Arc<Place>) -> Result<()> {
     const GIB: u64 = 1 << 30;
-    let directory = place.cluster().layout().root().join("full-disk");
-    std::fs::create_dir_all(&directory)?;
-    let disk = Disk::mount(&directory, 8 * GIB)?;
+    let disk = place.disk(8 * GIB)?;
     let node = place.node_with("2", "1Gi", |node| node.pools[0].path = disk.pool()).await?;
     let points = Failpoints::of(place.cluster(), &Component::Node(node))?;
     points.arm(&["go-received"], Action::Wait)?;

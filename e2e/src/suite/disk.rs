@@ -1,7 +1,7 @@
 //! A disk of its own for a storage pool: a file system in a sparse file, which a test can fill.
 
 use std::fs::{self, File};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
@@ -9,16 +9,17 @@ use rustix::fs::{FallocateFlags, fallocate, statvfs};
 
 /// Mounted; dropped, it is gone with what is on it.
 pub struct Disk {
+    directory: PathBuf,
     image: PathBuf,
     mount: PathBuf,
     filler: PathBuf,
 }
 
 impl Disk {
-    /// Makes and mounts one of so many bytes below `directory`, which exists.
-    pub fn mount(directory: &Path, bytes: u64) -> Result<Self> {
+    /// Makes and mounts one of so many bytes in `directory`, which is empty and goes with it.
+    pub fn mount(directory: PathBuf, bytes: u64) -> Result<Self> {
         let (image, mount) = (directory.join("disk.ext4"), directory.join("disk"));
-        let disk = Self { filler: mount.join("filler"), image, mount };
+        let disk = Self { filler: mount.join("filler"), directory, image, mount };
         fs::create_dir(&disk.mount).context("failed to make the mount point")?;
         File::create_new(&disk.image).and_then(|file| file.set_len(bytes)).context("failed to make the disk's file")?;
         run(Command::new("mkfs.ext4").args(["-q", "-m", "0"]).arg(&disk.image))?;
@@ -50,9 +51,12 @@ impl Drop for Disk {
     fn drop(&mut self) {
         // Lazily: the daemon of the pool may still look at it.
         let unmounted = run(Command::new("umount").arg("--lazy").arg(&self.mount));
-        let removed = fs::remove_file(&self.image).and_then(|()| fs::remove_dir(&self.mount));
-        if let (Err(error), _) | (Ok(()), Err(error)) = (unmounted, removed.map_err(Into::into)) {
-            eprintln!("failed to take the disk {} away: {error:#}", self.mount.display());
+        // Never through the mount, should it still be there.
+        let removed = fs::remove_dir(&self.mount)
+            .and_then(|()| fs::remove_file(&self.image))
+            .and_then(|()| fs::remove_dir(&self.directory));
+        for error in [unmounted.err(), removed.err().map(Into::into)].into_iter().flatten() {
+            eprintln!("failed to take the disk in {} away: {error:#}", self.directory.display());
         }
     }
 }

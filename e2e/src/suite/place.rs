@@ -19,6 +19,7 @@ use serde_json::Value;
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 
+use super::disk::Disk;
 use super::outside::Outside;
 use super::wait::{eventually, watched};
 use crate::local::{Component, LocalCluster, process};
@@ -39,6 +40,7 @@ pub struct Place {
     namespace: String,
     nodes: Mutex<Vec<String>>,
     outsides: Mutex<Vec<Arc<Outside>>>,
+    disks: Mutex<Vec<Arc<Disk>>>,
 }
 
 /// What a program printed, and how it ended.
@@ -76,7 +78,14 @@ impl Place {
         let api: Api<Namespace> = Api::all(client.clone());
         let object: Namespace = serde_json::from_value(serde_json::json!({ "metadata": { "name": namespace } }))?;
         api.create(&PostParams::default(), &object).await.with_context(|| format!("failed to create {namespace}"))?;
-        Ok(Self { cluster, client, namespace, nodes: Mutex::default(), outsides: Mutex::default() })
+        Ok(Self {
+            cluster,
+            client,
+            namespace,
+            nodes: Mutex::default(),
+            outsides: Mutex::default(),
+            disks: Mutex::default(),
+        })
     }
 
     pub fn cluster(&self) -> &LocalCluster {
@@ -154,6 +163,15 @@ impl Place {
         let outside = Arc::new(Outside::make().await?);
         self.outsides.lock().unwrap_or_else(PoisonError::into_inner).push(outside.clone());
         Ok(outside)
+    }
+
+    /// A disk of so many bytes, which is there until this test's nodes are stopped.
+    pub fn disk(&self, bytes: u64) -> Result<Arc<Disk>> {
+        let directory = self.cluster.layout().root().join(format!("disk-of-{}", self.namespace));
+        std::fs::create_dir(&directory)?;
+        let disk = Arc::new(Disk::mount(directory, bytes)?);
+        self.disks.lock().unwrap_or_else(PoisonError::into_inner).push(disk.clone());
+        Ok(disk)
     }
 
     /// Creates any object from its JSON; in this namespace where it says none and its kind has them.

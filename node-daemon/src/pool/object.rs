@@ -6,7 +6,8 @@ use kibo_crds::{Bytes, Epoch, InstanceId, ObjectUid};
 use kibo_protocol::v1::ObjectUse;
 
 use super::{
-    Pool, PoolError, PoolObject, TakeError, TakeFailure, TakenObject, image,
+    Pool, PoolError, PoolObject, TakeError, TakeFailure, TakenObject,
+    image::{self, ImageError},
     lock::ObjectLock,
     marker,
     record_files::{self, Kind},
@@ -120,7 +121,12 @@ impl Pool {
     fn open_image(&self, granted: &GrantedObject) -> Result<TakenObject, TakeFailure> {
         let object = &granted.object;
         let dir = self.object_dir(&object.uid);
-        image::ensure(&dir, &object.uid, object.size, object.must_exist)?;
+        let made = image::ensure(&dir, &object.uid, object.size, object.must_exist);
+        if let Err(ImageError::NoSpace { free, .. }) = &made {
+            // The next admission is not to believe in what the last look saw.
+            self.status.note_free(*free);
+        }
+        made?;
         let is_shared = self.is_shared().map_err(self.io("find the other users", &object.uid))?;
         let (file, is_direct) = image::open(&dir, is_shared)?;
         Ok(TakenObject {

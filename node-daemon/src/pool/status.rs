@@ -44,13 +44,14 @@ impl PoolStatus {
 
 /// The newest status of one pool. The thread ends when this is dropped.
 pub struct StatusWatch {
-    newest: watch::Receiver<(BootTime, PoolStatus)>,
+    newest: watch::Sender<(BootTime, PoolStatus)>,
     again: Sender<()>,
 }
 
 impl StatusWatch {
     pub fn start(id: PoolId, path: PathBuf, node: NodeId) -> std::io::Result<Self> {
-        let (sender, newest) = watch::channel((BootTime::now(), PoolStatus::unknown()));
+        let newest = watch::Sender::new((BootTime::now(), PoolStatus::unknown()));
+        let seen = newest.clone();
         let (again, wanted) = channel();
         let (first, looked) = channel::<()>();
         thread::Builder::new().name(format!("pool-{id}")).spawn(move || {
@@ -58,7 +59,7 @@ impl StatusWatch {
             let mut first = Some(first);
             loop {
                 let status = look(&path, &id, &node, &mut uid);
-                sender.send_replace((BootTime::now(), status));
+                seen.send_replace((BootTime::now(), status));
                 first.take();
                 if !wait(&wanted) {
                     return;
@@ -77,6 +78,11 @@ impl StatusWatch {
             status.free = None;
         }
         status
+    }
+
+    /// Somebody found so much free space since the newest look.
+    pub fn note_free(&self, free: Bytes) {
+        self.newest.send_modify(|(_, status)| status.free = Some(free));
     }
 
     /// Asks for a fresh look; the answer comes when the file system gives it.
