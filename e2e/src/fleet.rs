@@ -2,7 +2,7 @@
 //! own, and no virtual machines. What the operator sees of them is what it would see of as many idle hosts.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,6 +25,7 @@ use kube::Client;
 use kube::api::{Api, PostParams};
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject as _;
+use tempfile::TempDir;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -39,7 +40,7 @@ const ENROLLED_WITHIN: Duration = Duration::from_secs(120);
 
 /// The nodes; their sessions end with [`Fleet::end`].
 pub struct Fleet {
-    directory: PathBuf,
+    directory: TempDir,
     shutdown: CancellationToken,
     nodes: Vec<JoinHandle<Outcome>>,
 }
@@ -49,7 +50,8 @@ impl Fleet {
     /// enroll by themselves.
     pub async fn begin(cluster: &LocalCluster, size: usize, endpoints: &[String]) -> Result<Self> {
         let client = cluster.client().await?;
-        let directory = cluster.layout().root().join("fleet");
+        let kept = TempDir::with_prefix_in("kibo-fleet-", memory().unwrap_or(cluster.layout().root()))?;
+        let directory = kept.path();
         fs::create_dir_all(directory.join("images"))?;
         let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
         let ca = maps.get("kibotos-ca").await?.data.unwrap_or_default().remove("ca.crt").context("no ca.crt")?;
@@ -59,7 +61,7 @@ impl Fleet {
 
         let shutdown = CancellationToken::new();
         let make = |number: usize| {
-            let (client, directory, shutdown) = (client.clone(), &directory, shutdown.clone());
+            let (client, shutdown) = (client.clone(), shutdown.clone());
             async move {
                 let id: NodeId = name(number).parse()?;
                 let secret = secrets::generate()?;
@@ -73,7 +75,7 @@ impl Fleet {
         };
         let made = stream::iter((0..size).map(make)).buffer_unordered(SIDE_BY_SIDE);
         let nodes = made.try_collect().await?;
-        Ok(Self { directory, shutdown, nodes })
+        Ok(Self { directory: kept, shutdown, nodes })
     }
 
     pub fn size(&self) -> usize {
@@ -87,12 +89,17 @@ impl Fleet {
             let outcome = node.await?;
             ensure!(outcome == Outcome::Shutdown, "a node of the fleet ended by itself: {outcome:?}");
         }
-        fs::remove_dir_all(&self.directory).with_context(|| format!("failed to remove {}", self.directory.display()))
+        self.directory.close().context("failed to remove the directories of the fleet")
     }
 }
 
+/// A file system in memory: 500 hosts have 500 disks, and here they would wait for each other at one.
+fn memory() -> Option<&'static Path> {
+    Some(Path::new("/dev/shm")).filter(|path| path.is_dir())
+}
+
 /// Of a node of the fleet.
-pub fn name(number: usize) -> String {
+fn name(number: usize) -> String {
     format!("fleet-{number:03}")
 }
 

@@ -8,11 +8,11 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use k8s_openapi::api::authentication::v1::TokenRequest;
 use k8s_openapi::api::core::v1::{Node as ClusterNode, Pod, ServiceAccount};
-use kibo_crds::Node;
 use kibo_crds::node::{Admission, NodePhase};
+use kibo_crds::{Incarnation, Node, StoragePool};
 use kibo_e2e::local::{Component, NAMESPACE};
 use kibo_e2e::suite::host::{Host, dial, issue};
-use kibo_e2e::suite::{Place, Suite, secrets};
+use kibo_e2e::suite::{Place, Suite, eventually, secrets};
 use kibo_protocol::{NodeKey, Secret, v1};
 use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
@@ -32,6 +32,7 @@ fn main() -> ExitCode {
         .test("a_pod_enrolls_the_host_on_which_it_runs", a_pod_enrolls_the_host_on_which_it_runs)
         .test("no_other_token_of_the_cluster_enrolls_a_host", no_other_token_of_the_cluster_enrolls_a_host)
         .test("a_daemon_becomes_a_node_by_its_pods_token", a_daemon_becomes_a_node_by_its_pods_token)
+        .test("a_revoked_host_comes_back_by_a_new_token", a_revoked_host_comes_back_by_a_new_token)
         .alone("only_what_the_admin_allowed_counts", only_what_the_admin_allowed_counts)
         .run()
 }
@@ -254,6 +255,34 @@ async fn a_daemon_becomes_a_node_by_its_pods_token(place: Arc<Place>) -> Result<
     place.node_named("pod-host-5", "2", "1Gi", |node| node.service_account_token = Some(path)).await?;
     let is_ready = |node: &Node| node.status.as_ref().and_then(|status| status.phase) == Some(NodePhase::Ready);
     place.watched(place.all::<Node>(), "pod-host-5", "is ready", SOON, is_ready).await?;
+    Ok(())
+}
+
+/// Revoked, it has no session and belongs to no pool; its former life is to be isolated before a host may begin another.
+async fn a_revoked_host_comes_back_by_a_new_token(place: Arc<Place>) -> Result<()> {
+    let id = place.node("1", "512Mi").await?;
+    let daemon = Component::Node(id.clone());
+    place.kibo(&["enrollment", "revoke", &id]).await?.ok()?;
+    let is_out = |node: &Node| {
+        let status = node.status.clone().unwrap_or_default();
+        status.phase == Some(NodePhase::Revoked) && status.session.is_none_or(|session| !session.alive)
+    };
+    place.watched(place.all::<Node>(), &id, "is revoked", SOON, is_out).await?;
+    let pool = format!("local-{id}");
+    let has_left = |pool: &StoragePool| pool.status.as_ref().is_none_or(|status| status.members.is_empty());
+    place.watched(place.all::<StoragePool>(), &pool, "has lost its member", SOON, has_left).await?;
+
+    place.kibo(&["node", "isolate", &id, "--confirm-host-cannot-write"]).await?.ok()?;
+    let token = place.kibo(&["enrollment", "issue", &id]).await?.ok()?;
+    std::fs::write(place.cluster().layout().node(&id).join("enroll.token"), token)?;
+    // Its former life is over: it is told, and ends. Started again, it finds the new token.
+    place.cluster().kill(&daemon).await?;
+    place.cluster().spawn(&daemon).await?;
+    let ended = async || Ok(place.cluster().process(&daemon).is_none().then_some(()));
+    eventually("the isolated daemon has ended", Duration::from_secs(SOON), ended).await?;
+    place.cluster().start(&daemon).await?;
+    let status = place.all::<Node>().get(&id).await?.status.unwrap_or_default();
+    ensure!(status.admission == Some(Admission::Admitted) && status.incarnation == Some(Incarnation(2)), "{status:#?}");
     Ok(())
 }
 

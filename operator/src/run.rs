@@ -204,6 +204,7 @@ struct Replica {
 
 impl Replica {
     async fn lead(self, leadership: Leadership, ended: CancellationToken) -> anyhow::Result<()> {
+        self.server.elected();
         let stop = CancellationToken::new();
         let tasks = TaskTracker::new();
         let started = tokio::select! {

@@ -23,6 +23,8 @@ const IDLE: Duration = Duration::from_secs(180);
 /// After it every node has reported once, and conditions that go by time have ended.
 const SETTLED: Duration = Duration::from_secs(90);
 const POLL: Duration = Duration::from_millis(20);
+/// As it is without saying.
+const LEASE_SECONDS: u64 = 15;
 const PATIENCE: Duration = Duration::from_secs(120);
 
 const EXPLAINED: &str = "\
@@ -32,7 +34,7 @@ all nodes: first in order (SIGTERM), then after a kill. The machine is shared by
 nodes. CPU, memory and writes are those of the leader over three minutes in which nothing happens; CPU in percent of one core.";
 
 pub async fn measure(site: &Site) -> Result<Vec<Section>> {
-    let mut second = Replica::beside(site.cluster(), "second")?;
+    let mut second = Replica::beside(site.cluster(), "second", LEASE_SECONDS)?;
     let (one, two) = (Metrics::of(site.cluster().ports().health)?, Metrics::of(second.health)?);
     let endpoints = [site.cluster().ports().session, second.session].map(|port| format!("https://127.0.0.1:{port}"));
     let fleet = Fleet::begin(site.cluster(), SIZE, &endpoints).await?;

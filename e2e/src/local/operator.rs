@@ -68,7 +68,7 @@ impl LocalCluster {
             .flag("lease-seconds", "60")
             // No kube-proxy here: the API server resolves the aggregated API by this name instead.
             .flag("api-service-external-name", "localhost");
-        Ok(self.recorded().operator_args.iter().fold(launch, |launch, arg| launch.arg(arg)))
+        Ok(self.recorded().operator_args.iter().fold(launch, Launch::arg))
     }
 
     /// The manifests that the Helm chart installs too.

@@ -25,11 +25,11 @@ pub struct Replica {
 impl Replica {
     /// Its failpoints are those of the cluster's own operator, and so are the arguments that a test gave to that one.
     pub fn start(place: &Place, name: &str) -> Result<Self> {
-        Self::beside(place.cluster(), name)
+        Self::beside(place.cluster(), name, LEASE_SECONDS)
     }
 
-    /// The same for a cluster without tests.
-    pub fn beside(cluster: &LocalCluster, name: &str) -> Result<Self> {
+    /// The same for a cluster without tests, or for a lease that a busy machine does not cost it.
+    pub fn beside(cluster: &LocalCluster, name: &str, lease_seconds: u64) -> Result<Self> {
         let ports = (0..3).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<Result<Vec<_>, _>>()?;
         let ports = ports.iter().map(|port| Ok(port.local_addr()?.port())).collect::<Result<Vec<_>>>()?;
         let layout = cluster.layout();
@@ -44,7 +44,7 @@ impl Replica {
             .args(["--session-listen", &listen(ports[0]), "--api-listen", &listen(ports[1])])
             .args(["--health-listen", &listen(ports[2]), "--session-name", "127.0.0.1,localhost"])
             .args(["--api-service-external-name", "localhost"])
-            .args(["--lease-seconds", &LEASE_SECONDS.to_string()])
+            .args(["--lease-seconds", &lease_seconds.to_string()])
             .args(cluster.recorded().operator_args)
             .stderr(std::fs::File::create(&log)?)
             .kill_on_drop(true)

@@ -51,7 +51,7 @@ fn are_in_no_log(layout: &Layout, secrets: &[Vec<u8>]) -> Result<()> {
     for log in logs_of(layout)? {
         let text = fs::read(&log).with_context(|| format!("failed to read {}", log.display()))?;
         let Some(found) = pattern.find(&text) else { continue };
-        let line = text[..found.start()].iter().filter(|byte| **byte == b'\n').count() + 1;
+        let line = text[..found.start()].split(|byte| *byte == b'\n').count();
         anyhow::bail!("a secret of a node is in line {line} of {}", log.display());
     }
     Ok(())
@@ -59,12 +59,20 @@ fn are_in_no_log(layout: &Layout, secrets: &[Vec<u8>]) -> Result<()> {
 
 /// How a secret could get into a text, as patterns.
 fn spellings(secret: &[u8]) -> Vec<String> {
-    let hexadecimal: String = secret.iter().map(|byte| format!("{byte:02x}")).collect();
+    let hexadecimal = hexadecimal(secret);
     // As Rust prints bytes; eight of them are no accident.
     let numbers = secret.iter().take(8).map(ToString::to_string).collect::<Vec<_>>().join(", ");
     let mut texts = vec![STANDARD_NO_PAD.encode(secret), URL_SAFE_NO_PAD.encode(secret), hexadecimal, numbers];
     texts.extend(std::str::from_utf8(secret).map(str::to_owned));
     texts.iter().map(|text| regex::escape(text)).collect()
+}
+
+fn hexadecimal(bytes: &[u8]) -> String {
+    bytes
+        .iter()
+        .flat_map(|byte| [byte >> 4, byte & 15])
+        .filter_map(|digit| char::from_digit(digit.into(), 16))
+        .collect()
 }
 
 fn logs_of(layout: &Layout) -> Result<Vec<PathBuf>> {
@@ -107,7 +115,7 @@ mod tests {
         let layout = Layout::new(dir.path().to_owned());
         fs::create_dir_all(layout.control_plane()).unwrap();
         let secret: Vec<u8> = (100..132).collect();
-        let hexadecimal: String = secret.iter().map(|byte| format!("{byte:02x}")).collect();
+        let hexadecimal = hexadecimal(&secret);
         let log = layout.root().join("operator.log");
         for line in [STANDARD.encode(&secret), URL_SAFE_NO_PAD.encode(&secret), hexadecimal, format!("{secret:?}")] {
             fs::write(&log, format!("fine\nkey={line}\n")).unwrap();

@@ -20,6 +20,7 @@ mod tests;
 
 use std::{sync::Arc, time::Duration};
 
+use kibo_protocol::v1::SessionRefusal;
 use tokio_util::sync::CancellationToken;
 
 pub use control::{InstanceControl, Inventoried};
@@ -58,7 +59,12 @@ async fn keep_open<I: InstanceControl>(node: &Arc<Node<I>>, shutdown: Cancellati
         let endpoints = &node.config.control.endpoints;
         let endpoint = &endpoints[attempt % endpoints.len()];
         let begun = tokio::time::Instant::now();
-        let end = one_session(node, endpoint, &shutdown).await;
+        let end = match one_session(node, endpoint, &shutdown).await {
+            End::Refused { reason, message } if wants_enrollment(reason) => {
+                enroll_anew(node, endpoint, reason, message).await
+            }
+            end => end,
+        };
         let had_session = node.leaves_session();
         failures = if had_session && begun.elapsed() >= LIVED { 1 } else { failures.saturating_add(1) };
         if had_session {
@@ -138,6 +144,35 @@ async fn credentials<I: InstanceControl>(node: &Node<I>, endpoint: &Endpoint) ->
         Ok(None) => {}
         Err(error) => return Err(End::Local(error.to_string())),
     }
+    enroll_with_what_is_there(node, endpoint).await
+}
+
+/// The operator does not take this host's key (any more).
+fn wants_enrollment(reason: SessionRefusal) -> bool {
+    matches!(reason, SessionRefusal::Revoked | SessionRefusal::UnknownNode | SessionRefusal::WrongKey)
+}
+
+/// An admin may have put a new token on this host since it was enrolled. Without one it stays refused.
+async fn enroll_anew<I: InstanceControl>(
+    node: &Node<I>,
+    endpoint: &Endpoint,
+    reason: SessionRefusal,
+    message: String,
+) -> End {
+    if Proof::of_node(&node.config.control, &node.id).is_err() {
+        return End::Refused { reason, message };
+    }
+    match enroll_with_what_is_there(node, endpoint).await {
+        Ok(_) => End::Lost("the former key was not taken any more, and this host has a new one now".into()),
+        Err(End::NotEnrolled(why)) => End::Refused { reason, message: format!("{message}; {why}") },
+        Err(_) => End::Refused { reason, message },
+    }
+}
+
+async fn enroll_with_what_is_there<I: InstanceControl>(
+    node: &Node<I>,
+    endpoint: &Endpoint,
+) -> Result<Credentials, End> {
     let control = &node.config.control;
     let proof = Proof::of_node(control, &node.id).map_err(|error| End::NotEnrolled(error.to_string()))?;
     let trust = Trust::read(&control.ca_file, proof.ca_hash());

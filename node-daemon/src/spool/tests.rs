@@ -102,7 +102,7 @@ fn a_guest_that_never_rests_does_not_fill_the_disk() {
     for number in 2..400 {
         let seq = spool.append(instance, WORKSPACE, blocked()).unwrap();
         assert_eq!(seq, number);
-        if seq % 10 == 0 {
+        if seq.is_multiple_of(10) {
             spool.ack(instance, seq - 5);
         }
         longest = longest.max(fs::metadata(&path).unwrap().len());

@@ -4,7 +4,7 @@ use std::{
     net::SocketAddr,
     pin::Pin,
     sync::{
-        Arc, RwLock,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -15,7 +15,7 @@ use kibo_protocol::v1::{
     self, FromNode, SessionRefusal, StreamFromNode, StreamToNode, ToNode, from_node,
     node_control_server::{NodeControl, NodeControlServer},
 };
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{Semaphore, mpsc, watch};
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tokio_util::sync::CancellationToken;
 use tonic::{
@@ -45,6 +45,9 @@ const HELLOS_IN_FLIGHT: usize = 32;
 const ENROLLMENTS_IN_FLIGHT: usize = 8;
 /// Whoever would wait longer comes again: a host that has given up before its answer comes has lost its token.
 const ENROLLMENT_WAITS: Duration = Duration::from_secs(5);
+/// Whoever finds a replica that has just been elected waits here until it serves, rather than to knock again and again:
+/// each time costs both sides a handshake, when the new leader has most to do. A node waits longer for its answer.
+const ELECTED_SERVES_WITHIN: Duration = Duration::from_secs(15);
 /// Messages between the queue of a session and its connection.
 const WIRE: usize = 64;
 /// A Hello lists everything that a node has; 100,000 Instances fit.
@@ -64,10 +67,19 @@ pub enum ServerError {
     Serve(#[from] tonic::transport::Error),
 }
 
+/// What this replica is at the moment.
+enum Turn {
+    /// Another one leads, or none.
+    Standby,
+    /// Leads, and has to list everything before it serves.
+    Elected,
+    Leading(Arc<Leading>),
+}
+
 /// The service; cheap to clone.
 #[derive(Clone)]
 pub struct SessionServer {
-    leading: Arc<RwLock<Option<Arc<Leading>>>>,
+    turn: Arc<watch::Sender<Turn>>,
     observed_term: Arc<AtomicU64>,
     hellos: Arc<Semaphore>,
     enrollments: Arc<Semaphore>,
@@ -79,7 +91,7 @@ impl SessionServer {
     /// alone.
     pub fn new(observed_term: Arc<AtomicU64>, in_cluster: Option<Policy>) -> Self {
         Self {
-            leading: Arc::default(),
+            turn: Arc::new(watch::Sender::new(Turn::Standby)),
             observed_term,
             hellos: Arc::new(Semaphore::new(HELLOS_IN_FLIGHT)),
             enrollments: Arc::new(Semaphore::new(ENROLLMENTS_IN_FLIGHT)),
@@ -87,22 +99,33 @@ impl SessionServer {
         }
     }
 
+    /// From now on those who come wait for [`SessionServer::lead`].
+    pub fn elected(&self) {
+        self.turn.send_replace(Turn::Elected);
+    }
+
     /// From now on sessions are opened.
     pub fn lead(&self, leading: Arc<Leading>) {
-        *self.leading.write().expect("no holder of this lock panics") = Some(leading);
+        self.turn.send_replace(Turn::Leading(leading));
     }
 
     /// From now on they are refused again.
     pub fn resign(&self) {
-        *self.leading.write().expect("no holder of this lock panics") = None;
+        self.turn.send_replace(Turn::Standby);
     }
 
-    fn leading(&self) -> Option<Arc<Leading>> {
-        self.leading.read().expect("no holder of this lock panics").clone()
+    /// Waits for a leadership that is about to begin; `None` when this replica does not lead.
+    async fn leading(&self) -> Option<Arc<Leading>> {
+        let mut turn = self.turn.subscribe();
+        let settled = turn.wait_for(|turn| !matches!(turn, Turn::Elected));
+        match &*tokio::time::timeout(ELECTED_SERVES_WITHIN, settled).await.ok()?.ok()? {
+            Turn::Leading(leading) => Some(leading.clone()),
+            Turn::Standby | Turn::Elected => None,
+        }
     }
 
-    fn leading_or_unavailable(&self) -> Result<Arc<Leading>, Status> {
-        self.leading().ok_or_else(|| Status::unavailable("this operator is not the leader: come back soon"))
+    async fn leading_or_unavailable(&self) -> Result<Arc<Leading>, Status> {
+        self.leading().await.ok_or_else(|| Status::unavailable("this operator is not the leader: come back soon"))
     }
 
     /// Listens and serves until `stop`.
@@ -154,12 +177,13 @@ impl SessionServer {
                 return serve::refuse(&wire, term, refusal).await;
             }
         };
-        // Nothing closes the semaphore.
-        let Ok(permit) = self.hellos.clone().acquire_owned().await else { return };
-        let Some(leading) = self.leading() else {
+        let Some(leading) = self.leading().await else {
             let message = "this operator is not the leader: come back soon";
+            let term = self.observed_term.load(Ordering::Relaxed);
             return serve::refuse(&wire, term, Refusal::new(SessionRefusal::NotLeader, message)).await;
         };
+        // Nothing closes the semaphore.
+        let Ok(permit) = self.hellos.clone().acquire_owned().await else { return };
         // Tracked, so that at the end of the leadership each node still hears why.
         let tasks = leading.nodes.ctx.tasks.clone();
         Box::pin(tasks.track_future(serve::serve(leading, hello, inbound, wire, permit))).await;
@@ -173,7 +197,7 @@ impl NodeControl for SessionServer {
     async fn enroll(&self, request: Request<v1::EnrollRequest>) -> Result<Response<v1::EnrollResponse>, Status> {
         let permit = tokio::time::timeout(ENROLLMENT_WAITS, self.enrollments.acquire()).await;
         let _permit = permit.map_err(|_| Status::unavailable("many hosts enroll at this moment: come back soon"))?;
-        let leading = self.leading_or_unavailable()?;
+        let leading = self.leading_or_unavailable().await?;
         enroll::enroll(&leading, self.in_cluster.as_deref(), request.into_inner()).await.map(Response::new)
     }
 
@@ -192,7 +216,7 @@ impl NodeControl for SessionServer {
         &self,
         request: Request<Streaming<StreamFromNode>>,
     ) -> Result<Response<Self::AttachStream>, Status> {
-        let leading = self.leading_or_unavailable()?;
+        let leading = self.leading_or_unavailable().await?;
         let mut inbound = request.into_inner();
         let first = tokio::time::timeout(FIRST_MESSAGE_WITHIN, inbound.message()).await;
         let hello = match first {

@@ -90,6 +90,20 @@ async fn a_node_enrolls_once_and_keeps_its_incarnation() {
 }
 
 #[tokio::test]
+async fn a_host_whose_key_is_not_taken_any_more_enrolls_with_the_token_that_it_finds() {
+    let (mut operator, node) = (Operator::listen().await, TestNode::new());
+    let daemon = node.begin(&operator);
+    let (session, _) = operator.session().await;
+    let reason = v1::SessionRefusal::Revoked.into();
+    session.send(1, ToNode::Refused(v1::SessionRefused { reason, message: "revoked".into() })).await;
+    drop(session);
+    // At once: without a token it would have waited for a minute.
+    let (_, hello) = operator.session().await;
+    assert_eq!(hello.node_key, operator.key.expose());
+    daemon.end().await;
+}
+
+#[tokio::test]
 async fn a_token_for_another_ca_is_not_shown_to_this_operator() {
     let (operator, node) = (Operator::listen().await, TestNode::new());
     let other = Operator::listen().await;
