@@ -11,11 +11,11 @@ use kibo_crds::node::NodePhase;
 use kibo_crds::workspace::WorkspacePhase;
 use kibo_crds::{Node, Workspace};
 use kibo_e2e::local::Component;
-use kibo_e2e::suite::host::Host;
+use kibo_e2e::suite::host::{Host, dial};
 use kibo_e2e::suite::outside::addresses_of_host;
 use kibo_e2e::suite::proxy::Proxy;
 use kibo_e2e::suite::{Place, Suite, condition, eventually, execution, is_available, phase_of};
-use kube::api::{Api, ListParams};
+use kube::api::{Api, ListParams, Patch, PatchParams};
 use rustix::process::Signal;
 use serde_json::json;
 
@@ -150,19 +150,18 @@ async fn new_leader(place: Arc<Place>) -> Result<()> {
     // What one leader found stands under the next, until the node says something.
     place.cluster().kill(&Component::Operator).await?;
     place.cluster().start(&Component::Operator).await?;
-    let written = |node: &Node| {
-        let term = |node: &Node| node.status.as_ref().and_then(|status| status.term);
-        term(node) > term(&stored)
+    let slots = json!({"spec": {"slots": 3}});
+    let asked = place.all::<Node>().patch("watched", &PatchParams::default(), &Patch::Merge(slots)).await?;
+    let term = |node: &Node| node.status.as_ref().and_then(|status| status.term);
+    let has_seen = |node: &Node| {
+        let status = node.status.clone().unwrap_or_default();
+        status.observed_generation == asked.metadata.generation && term(node) > term(&stored)
     };
-    let labels = json!({"metadata": {"labels": {"seen": "again"}}});
-    place.all::<Node>().patch("watched", &Default::default(), &kube::api::Patch::Merge(labels)).await?;
-    let host = host.through(kibo_e2e::suite::host::dial(&place).await?);
-    ensure!(
-        place.all::<Node>().get("watched").await?.status.is_some_and(|status| status.phase == Some(NodePhase::Offline))
-    );
+    let seen = place.watched(place.all(), "watched", "is written by the new leader", SOON, has_seen).await?;
+    ensure!(seen.status.as_ref().and_then(|status| status.phase) == Some(NodePhase::Offline), "{seen:?}");
+    let host = host.through(dial(&place).await?);
     let _session = host.session(Some(1)).await?;
-    let back = becomes(&place, "watched", NodePhase::Ready).await?;
-    ensure!(written(&back));
+    becomes(&place, "watched", NodePhase::Ready).await?;
     Ok(())
 }
 

@@ -105,6 +105,12 @@ impl NodeIndex {
             .collect()
     }
 
+    /// How many of these there are.
+    pub fn fleet(&self) -> usize {
+        let facts = self.facts.read().expect("no holder of this lock panics");
+        facts.values().filter(|facts| facts.incarnation.is_some() && !facts.retired).count()
+    }
+
     /// Takes in what some read or write of the Node showed.
     pub fn observe(&self, node: &Node) {
         let Some(id) = node.metadata.name.as_deref().and_then(|name| name.parse::<NodeId>().ok()) else { return };

@@ -220,6 +220,8 @@ fn phase(status: &NodeStatus, isolated: bool, observed: &Observed<'_>, drain: Dr
     // A session of an earlier leader still counts until its node had the time to return.
     let alive = status.session.as_ref().is_some_and(|session| session.alive);
     match (alive || observed.live.is_some(), drain) {
+        // Who is refused is not silent; a second host's word is not the node's.
+        (false, _) if observed.refused.as_ref().is_some_and(|refused| !refused.duplicate) => NodePhase::NotReady,
         (false, _) => silent(status.phase, observed.reach),
         (true, DrainState::NotRequested) => NodePhase::Ready,
         (true, DrainState::Draining) => NodePhase::Draining,

@@ -222,6 +222,11 @@ fn a_silent_node_is_unreachable_then_offline_and_no_leader_takes_that_back() {
         assert_eq!(condition_of(&status, ConditionType::Ready), ("False", reason));
         node.status = Some(status);
     }
+    let refused = |duplicate| {
+        let refused = Refused { reason: "Because", message: "no".into(), duplicate, quarantine: None };
+        compute(&Observed { refused: Some(refused), ..observed(&node) }).phase
+    };
+    assert_eq!((refused(false), refused(true)), (Some(NodePhase::NotReady), Some(NodePhase::Offline)));
     let back = compute(&Observed { live: Some(live(false, None)), ..observed(&node) });
     assert_eq!(back.phase, Some(NodePhase::Ready));
 }

@@ -292,6 +292,9 @@ fn refused(leading: &Leading, hello: &Hello, reason: SessionRefusal, message: St
             since: crate::clock::now(),
         });
         let refused = Refused { reason: shown, message: message.clone(), duplicate, quarantine };
+        if !duplicate {
+            ctx.watchdog.heard(&hello.node);
+        }
         ctx.registry.note_refusal(&hello.node, refused);
         ctx.nodes.touch(&hello.node);
     }

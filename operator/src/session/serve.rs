@@ -134,7 +134,7 @@ async fn acknowledge(leading: &Leading, opened: &Opened, wire: &Wire) -> Option<
         moment: Some(session.moment()),
         adopts: opened.adopts.clone(),
         heartbeat_millis: millis(leading.nodes.ctx.watchdog.periods().heartbeat()),
-        return_within_millis: millis(return_within(leading.nodes.ctx.nodes.expected().len())),
+        return_within_millis: millis(return_within(leading.nodes.ctx.nodes.fleet())),
     };
     let message = ToNode { term: session.term.0, message: Some(to_node::Message::HelloAck(ack)) };
     wire.send(Ok(message)).await.ok()?;

@@ -116,6 +116,25 @@ async fn a_token_for_another_ca_is_not_shown_to_this_operator() {
 }
 
 #[tokio::test]
+async fn a_node_says_that_it_lives_and_what_its_clock_shows() {
+    let (mut operator, node) = (Operator::listen().await, TestNode::new());
+    let daemon = node.begin(&operator);
+    let (mut session, _) = operator.session().await;
+    let ToNode::HelloAck(ack) = ack(1, vec![]) else { unreachable!("it is one") };
+    session.send(1, ToNode::HelloAck(v1::HelloAck { heartbeat_millis: 100, ..ack })).await;
+    for _ in 0..3 {
+        session.find(|message| matches!(message, FromNode::Heartbeat(_)).then_some(())).await;
+    }
+    let before = crate::clock::unix_nanos();
+    session.send(1, ToNode::ClockProbe(v1::ClockProbe { probe: 7 })).await;
+    let reading =
+        session.find(|message| if let FromNode::ClockReading(reading) = message { Some(reading) } else { None }).await;
+    assert_eq!(reading.probe, 7);
+    assert!(before <= reading.received_unix_nanos && reading.received_unix_nanos <= reading.sent_unix_nanos);
+    daemon.end().await;
+}
+
+#[tokio::test]
 async fn an_offer_is_reserved_until_its_go_or_its_revoke() {
     let (mut operator, node) = (Operator::listen().await, TestNode::new());
     let daemon = node.begin(&operator);
