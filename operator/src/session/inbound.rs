@@ -14,7 +14,7 @@ pub fn bound(message: &mut Message) {
         Message::ObjectResult(result) => text(&mut result.message),
         Message::StreamRefused(refused) => text(&mut refused.message),
         Message::FenceSeen(v1::FenceSeen { result: Some(v1::fence_seen::Result::Problem(problem)), .. }) => {
-            text(problem)
+            text(problem);
         }
         Message::Events(batch) => batch.events.iter_mut().for_each(event),
         _ => {}
