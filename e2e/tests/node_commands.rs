@@ -346,7 +346,7 @@ async fn pages(place: Arc<Place>) -> Result<()> {
         ensure!(nodes.len() == 1, "{page}");
         ids.push(nodes[0]["node_id"].as_str().context("an id")?.to_owned());
         match page["next_page_token"].as_str() {
-            Some(next) => token = next.to_owned(),
+            Some(next) => next.clone_into(&mut token),
             None => break,
         }
     }

@@ -140,6 +140,13 @@ impl Right {
         (!holder.idle).then(|| Self { holder: Some(Holder { idle: true, ..holder.clone() }), ..self.clone() })
     }
 
+    /// An idle right that its node need not keep any more, since others are attached to the pool. `None`: nothing changes.
+    #[must_use]
+    pub fn given_back(&self, others_reach: impl Fn(&NodeId) -> bool) -> Option<Self> {
+        let holder = self.holder.as_ref().filter(|holder| holder.idle && others_reach(&holder.node))?;
+        self.released(&holder.node, holder.epoch, true)
+    }
+
     /// The node never took this epoch and will not. `None`: nothing changes.
     #[must_use]
     pub fn refused(&self, node: &NodeId, epoch: Epoch) -> Option<Self> {
@@ -201,6 +208,17 @@ mod tests {
     fn predecessor(right: &Right) -> (u64, v1::PredecessorEnd) {
         let grant = right.grant().unwrap();
         (grant.predecessor_epoch, grant.predecessor_end())
+    }
+
+    #[test]
+    fn an_idle_right_is_given_back_where_others_are_attached() {
+        let held = first();
+        assert_eq!(held.given_back(|_| true), None, "it is in use");
+        let idle = held.released(&node("a"), Epoch(1), false).unwrap();
+        assert_eq!(idle.given_back(|_| false), None);
+        let free = idle.given_back(|holder| *holder == node("a")).unwrap();
+        assert_eq!((free.epoch, free.holder.as_ref()), (Some(Epoch(1)), None));
+        assert_eq!(free.previous.unwrap().ended, HolderEnd::Released);
     }
 
     #[test]

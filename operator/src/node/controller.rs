@@ -230,6 +230,9 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
         return Ok(Action::requeue(Duration::from_secs(1)));
     }
     let observed = control.observe(&id, &node);
+    if observed.wanted.drain {
+        control.usage.give_back(&id);
+    }
     let status = compute(&observed);
     if !is_worth_a_write(node.status.as_ref(), &status) {
         return Ok(Action::requeue(PERIOD));

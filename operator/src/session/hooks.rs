@@ -77,6 +77,8 @@ pub trait EventIngest: Send + Sync {
 /// Who changes them calls [`crate::node::NodeIndex::touch`], so that the Node's status follows.
 pub trait Usage: Send + Sync {
     fn of_node(&self, node: &NodeId) -> NodeUsage;
+    /// The node is to become empty: what it keeps only for want of another node in the pool is looked at again.
+    fn give_back(&self, node: &NodeId);
     fn of_pool(&self, pool: &PoolId) -> PoolUsage;
 }
 

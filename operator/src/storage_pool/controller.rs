@@ -42,11 +42,13 @@ pub struct PoolControl {
     /// Versions of the Nodes that this controller's own watch has shown.
     seen: Mutex<HashMap<String, u128>>,
     written: Mutex<HashMap<String, Instant>>,
+    /// Number of members that the nodes of a pool were last told of.
+    told: Mutex<HashMap<String, usize>>,
 }
 
 impl PoolControl {
     pub fn new(ctx: Ctx, usage: Arc<dyn Usage>, nodes: Store<Node>) -> Self {
-        Self { ctx, usage, nodes, seen: Mutex::default(), written: Mutex::default() }
+        Self { ctx, usage, nodes, seen: Mutex::default(), written: Mutex::default(), told: Mutex::default() }
     }
 
     fn saw(&self, node: &Node) {
@@ -64,6 +66,18 @@ impl PoolControl {
     fn paced(&self, name: &str) -> Option<Duration> {
         let written = self.written.lock().expect("no holder of this lock panics");
         written.get(name).and_then(|at| PACE.checked_sub(at.elapsed()))
+    }
+
+    /// A node that is being drained may give back what it kept for want of another member, so that each looks again
+    /// when their number has changed and the index shows it.
+    fn tell_members(&self, pool: &StoragePool) {
+        let members = pool.status.iter().flat_map(|status| &status.members);
+        let count = members.clone().count();
+        let name = pool.metadata.name.clone().unwrap_or_default();
+        let before = self.told.lock().expect("no holder of this lock panics").insert(name, count);
+        if before.is_some_and(|before| before != count) {
+            members.for_each(|member| self.ctx.nodes.touch(&member.node));
+        }
     }
 }
 
@@ -135,6 +149,7 @@ async fn reconcile(pool: Arc<StoragePool>, control: Arc<PoolControl>) -> Result<
     metrics::counter!("kibotos_reconciles_total", "kind" => "StoragePool").increment(1);
     let name = pool.metadata.name.clone().unwrap_or_default();
     let Ok(id) = name.parse::<PoolId>() else { return Ok(Action::await_change()) };
+    control.tell_members(&pool);
     let nodes = control.nodes.state();
     if control.is_behind(&nodes) {
         return Ok(Action::requeue(CATCH_UP));

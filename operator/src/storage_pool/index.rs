@@ -33,12 +33,6 @@ impl PoolIndex {
         self.with(pool, |status| status.members.iter().any(|member| member.node != *node)).unwrap_or_default()
     }
 
-    /// Whether a node other than `node` is a member that reached the pool at its last report.
-    pub fn has_other_available_member(&self, pool: &PoolId, node: &NodeId) -> bool {
-        self.with(pool, |status| status.members.iter().any(|member| member.available && member.node != *node))
-            .unwrap_or_default()
-    }
-
     /// Whether `uid` is the marker of this pool. A pool that nobody has registered yet has none.
     pub fn has_marker(&self, pool: &PoolId, uid: &str) -> bool {
         self.with(pool, |status| status.uid.as_deref() == Some(uid)).unwrap_or_default()

@@ -77,6 +77,11 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
         status.set_right(right);
         status.granted_for = None;
     }
+    if let Some(pool) = &status.pool
+        && let Some(right) = status.right().given_back(|node| sight.cluster.others_reach(pool, node))
+    {
+        status.set_right(right);
+    }
     let (action, wait) = if is_deleting && status.bound_to.is_none() {
         delete(sight, &mut status)
     } else {

@@ -189,11 +189,7 @@ impl Usage for Hooks {
         let in_flight = world.ledger.in_flight(node);
         let (used, layers) = world.workspaces.project(|index| (index.used(node), index.held_layers(node)));
         let volumes = world.volumes.project(|index| index.held(node));
-        // Where another node is attached, what lies idle is as good as given back: the next grant may go there.
-        let stays = |(pool, count): (PoolId, u32)| {
-            if world.ctx.pools.has_other_member(&pool, node) { 0 } else { count }
-        };
-        let idle_objects = layers.idle.into_iter().chain(volumes.idle).map(stays).fold(0, u32::saturating_add);
+        let idle_objects = layers.idle.values().chain(volumes.idle.values()).copied().fold(0, u32::saturating_add);
         NodeUsage {
             cpu: used.cpu,
             memory: used.memory,
@@ -201,6 +197,15 @@ impl Usage for Hooks {
             held_objects: layers.in_use.saturating_add(volumes.in_use).saturating_add(idle_objects),
             idle_objects,
             in_flight,
+        }
+    }
+
+    fn give_back(&self, node: &NodeId) {
+        let world = &self.0;
+        let layers = world.workspaces.project(|index| index.held_layers(node));
+        let volumes = world.volumes.project(|index| index.held(node));
+        if layers.idle.keys().chain(volumes.idle.keys()).any(|pool| world.ctx.pools.has_other_member(pool, node)) {
+            world.wake_node(node);
         }
     }
 

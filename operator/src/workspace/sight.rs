@@ -25,7 +25,7 @@ pub trait Cluster: Sync {
     fn is_offline(&self, node: &NodeId) -> bool;
     /// The leader is new and its nodes may just be on their way: say nothing about a missing session yet.
     fn is_settling(&self) -> bool;
-    /// Whether a node other than this one reaches the pool.
+    /// Whether a node other than this one is a member of the pool, if it reaches it just now or not.
     fn others_reach(&self, pool: &PoolId, node: &NodeId) -> bool;
     /// Nodes with a live session that reach the pool now, by name.
     fn reachable_members(&self, pool: &PoolId) -> Vec<(NodeId, Incarnation)>;

@@ -337,7 +337,7 @@ impl Cluster for World {
     }
 
     fn others_reach(&self, pool: &PoolId, node: &NodeId) -> bool {
-        self.ctx.pools.has_other_available_member(pool, node)
+        self.ctx.pools.has_other_member(pool, node)
     }
 
     fn reachable_members(&self, pool: &PoolId) -> Vec<(NodeId, Incarnation)> {

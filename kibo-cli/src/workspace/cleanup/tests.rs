@@ -28,12 +28,12 @@ fn running(phase: WorkspacePhase) -> Seen {
     }
 }
 
-fn ended(reason: &str) -> Option<LastExecution> {
+fn ended(reason: &str) -> LastExecution {
     let json = serde_json::json!({
         "instanceId": "inst-01k6zzzzzzzzzzzzzzzzzzzzzz", "node": "node-a", "incarnation": 2,
         "endedAt": "2026-01-01T00:00:00Z", "reason": reason,
     });
-    Some(serde_json::from_value(json).unwrap())
+    serde_json::from_value(json).unwrap()
 }
 
 fn alive() -> NodeFacts {
@@ -67,7 +67,7 @@ fn while_it_runs_its_node_holds_it() {
 fn after_a_stop_the_node_has_given_its_word() {
     let stopped = |layer| Seen {
         phase: Some(WorkspacePhase::Stopped),
-        last: ended("Stopped"),
+        last: Some(ended("Stopped")),
         layer,
         volume: None,
         ..Seen::default()
@@ -86,7 +86,7 @@ fn after_a_stop_the_node_has_given_its_word() {
 fn after_an_isolation_or_a_retirement_the_control_plane_says_it() {
     let failed = |reason, end| Seen {
         phase: Some(WorkspacePhase::Failed),
-        last: ended(reason),
+        last: Some(ended(reason)),
         layer: previous(end),
         volume: Some(previous(end)),
         ..Seen::default()
@@ -97,7 +97,7 @@ fn after_an_isolation_or_a_retirement_the_control_plane_says_it() {
     assert_eq!(told(&failed("VmmExited", HolderEnd::Released), alive()), [(Released, ByNode); 3]);
     let retired = NodeFacts { is_retired: true, ..NodeFacts::default() };
     assert_eq!(told(&failed("VmmExited", HolderEnd::Released), retired), all);
-    let deleted = Seen { is_deleted: true, last: ended("Stopped"), ..Seen::default() };
+    let deleted = Seen { is_deleted: true, last: Some(ended("Stopped")), ..Seen::default() };
     assert_eq!(told(&deleted, retired), all);
     assert_eq!(told(&deleted, alive()), [(Released, ByNode), (Released, ControlPlane), (Released, ByNode)]);
 }

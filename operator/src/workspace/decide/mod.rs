@@ -141,6 +141,10 @@ fn release_void_layer(sight: &Sight<'_>, draft: &mut Draft<'_>) {
     if let Some(right) = draft.status.right().voided(|node, incarnation| sight.cluster.void(node, incarnation)) {
         draft.status.set_right(right);
     }
+    let Some(pool) = draft.status.writable_layer.as_ref().map(|layer| layer.pool.clone()) else { return };
+    if let Some(right) = draft.status.right().given_back(|node| sight.cluster.others_reach(&pool, node)) {
+        draft.status.set_right(right);
+    }
 }
 
 /// The execution's incarnation is void: it ended with its node.
