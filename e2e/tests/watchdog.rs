@@ -14,7 +14,7 @@ use kibo_e2e::local::Component;
 use kibo_e2e::suite::host::{Host, dial};
 use kibo_e2e::suite::outside::addresses_of_host;
 use kibo_e2e::suite::proxy::Proxy;
-use kibo_e2e::suite::{Place, Suite, condition, eventually, execution, is_available, phase_of};
+use kibo_e2e::suite::{Place, Suite, condition, eventually, execution, is_available, phase_of, played};
 use kube::api::{Api, ListParams, Patch, PatchParams};
 use rustix::process::Signal;
 use serde_json::json;
@@ -31,6 +31,7 @@ fn main() -> ExitCode {
         .test("a_node_whose_network_is_cut_is_offline_and_then_as_before", cut_network)
         .test("a_stopped_daemon_is_seen_though_its_connection_is_open", stopped_daemon)
         .alone("a_new_leader_gives_a_full_period", new_leader)
+        .alone("workspaces_say_nothing_when_most_of_the_fleet_vanished_together", fleet_vanishes)
         .alone("a_leader_that_stood_still_blames_nobody", stalled_leader)
         .alone("nodes_are_back_soon_after_a_leader_took_over", handed_over)
         .run()
@@ -162,6 +163,36 @@ async fn new_leader(place: Arc<Place>) -> Result<()> {
     let host = host.through(dial(&place).await?);
     let _session = host.session(Some(1)).await?;
     becomes(&place, "watched", NodePhase::Ready).await?;
+    Ok(())
+}
+
+async fn fleet_vanishes(place: Arc<Place>) -> Result<()> {
+    // Nodes of other tests are history to a new leader.
+    place.cluster().stop(&Component::Operator).await?;
+    place.cluster().start(&Component::Operator).await?;
+    let mut fleet = Vec::new();
+    for number in 0..6 {
+        let host = played::host(&place, &format!("rack-{number}")).await?;
+        let session = played::ready(&place, &host, None).await?;
+        fleet.push((host, session));
+    }
+    place.create_workspace("box", json!({"power": {"state": "Running", "node": "rack-0"}})).await?;
+    played::run(&place, &mut fleet[0].1, "box").await?;
+    fleet.iter().for_each(|(_, session)| session.fall_silent());
+    becomes(&place, "rack-0", NodePhase::Offline).await?;
+    let operator = place.cluster().log(&Component::Operator);
+    let said = async || {
+        Ok(std::fs::read_to_string(&operator)?.contains("a large part of the fleet vanished together").then_some(()))
+    };
+    eventually("the operator says so", Duration::from_secs(SOON), said).await?;
+    says(&place, "box", "True", "SessionAlive").await?;
+
+    // Most of them are back: what is still away is an accident of its own.
+    let mut back = Vec::new();
+    for (host, _) in &fleet[2..] {
+        back.push(host.session(Some(1)).await?);
+    }
+    says(&place, "box", "False", "NodeOffline").await?;
     Ok(())
 }
 
