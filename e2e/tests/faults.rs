@@ -171,7 +171,7 @@ async fn full_disk(place: Arc<Place>) -> Result<()> {
     let points = Failpoints::of(place.cluster(), &Component::Node(node))?;
     points.arm(&["go-received"], Action::Wait)?;
     place.create_workspace("caught", json!({})).await?;
-    points.all_reached(&["go-received"], Duration::from_secs(u64::from(START))).await?;
+    points.all_reached(&["go-received"], Duration::from_secs(START)).await?;
     disk.fill(GIB / 64)?;
     points.clear()?;
     let told = |it: &Workspace| has_failed(it) && why(it).starts_with("StorageFailed: ") && why(it).contains("free");

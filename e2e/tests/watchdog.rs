@@ -178,7 +178,9 @@ async fn fleet_vanishes(place: Arc<Place>) -> Result<()> {
     }
     place.create_workspace("box", json!({"power": {"state": "Running", "node": "rack-0"}})).await?;
     played::run(&place, &mut fleet[0].1, "box").await?;
-    fleet.iter().for_each(|(_, session)| session.fall_silent());
+    for (_, session) in &fleet {
+        session.fall_silent();
+    }
     becomes(&place, "rack-0", NodePhase::Offline).await?;
     let operator = place.cluster().log(&Component::Operator);
     let said = async || {
