@@ -78,7 +78,9 @@ async fn serve(config: Arc<Config>) -> anyhow::Result<Outcome> {
     tracing::info!(node = %id, version = kibo_protocol::RELEASE, accelerator = %config.vmm.accelerator, "starting");
 
     let pools = Arc::new(Pools::open(&config.storage_pools, &id).context("failed to watch the storage pools")?);
-    pools.live(state.get().life.map(|life| life.incarnation));
+    // After a boot of the host nothing of the life before is left that could write.
+    let life = state.get().life.filter(|life| life.boot_id == boot_id);
+    pools.live(life.map(|life| life.incarnation));
     let spool = Arc::new(EventSpool::open(&config.spool_dir())?);
     let vmm = Vmm::open(config.vmm.clone(), id.clone(), config.state_dir.clone(), Vmm::own_program())?;
     let network = open_network(&config, &id).await?;

@@ -63,7 +63,7 @@ pub struct Run {
     #[arg(long, value_name = "NAMESPACE/NAME")]
     pub enroll_service_account: Option<ServiceAccount>,
     /// Label of the cluster's nodes that may enroll in that way
-    #[arg(long, value_name = "KEY=VALUE", default_value = "kibotos.dev/host=true")]
+    #[arg(long, value_name = "KEY=VALUE", default_value = "node-restriction.kubernetes.io/kibotos-host=true")]
     pub enroll_node_label: HostLabel,
     /// Let nodes of the cluster enroll in that way that do not carry the label
     #[arg(long)]

@@ -85,10 +85,11 @@ pub const COMMAND_IDS_ARE_FRESH: &str = concat!(
 );
 
 /// Nothing is left there, and a drain sees to it that nothing comes; or its life was declared dead and all that it
-/// held is released.
+/// held is released; or it never had one: nobody could drain or isolate it, and nothing ever ran there.
 pub const CAN_BE_RETIRED: &str = "\
 !has(self.spec.retirement) || has(oldSelf.spec.retirement) || (has(self.status) \
 && ((has(self.spec.drain) && self.spec.drain.requested && has(oldSelf.spec.drain) && oldSelf.spec.drain.requested \
 && has(self.status.conditions) && self.status.conditions.exists(c, c.type == 'Drained' && c.status == 'True')) \
 || (has(self.status.isolation) && self.status.isolation.state == 'Finished' && has(self.status.incarnation) \
-&& self.status.isolation.incarnation >= self.status.incarnation)))";
+&& self.status.isolation.incarnation >= self.status.incarnation) \
+|| (has(self.status.admission) && self.status.admission != 'Pending' && !has(self.status.incarnation))))";

@@ -38,6 +38,10 @@ pub struct NodeStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 64))]
     pub key_hash: Option<String>,
+    /// Hashes of the keys of hosts that were this node before, the newest last: one that comes back hears that it was isolated.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 16), inner(length(max = 64)))]
+    pub former_key_hashes: Vec<String>,
     /// Hash of the enrollment secret that made this node; the same token does not work twice.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 64))]

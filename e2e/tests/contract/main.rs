@@ -17,7 +17,7 @@ use kube::api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams
 use kube::core::{ApiResource, GroupVersionKind};
 use serde_json::{Value, json};
 
-use case::{Accepted, Case, Refused, change, create};
+use case::{Accepted, Case, Refused};
 
 fn resource(kind: &str) -> ApiResource {
     let plural = match kind {

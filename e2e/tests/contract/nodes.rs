@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::case::{Accepted, Case, Refused, change, create, isolation, named, session, template};
+use super::case::{Accepted, Case, Refused, change, create, isolation, named, session};
 
 pub fn counters() -> Vec<Case> {
     let status = |status: Value| json!({"status": status});
@@ -121,6 +121,14 @@ pub fn nodes() -> Vec<Case> {
             Refused(&["spec.retirement", "drained"]),
         ),
         change("retire a drained node", "Node", drain(true), drained.clone(), retire(), Accepted),
+        change(
+            "retire a node that never had a session",
+            "Node",
+            json!({}),
+            json!({"admission": "Admitted"}),
+            retire(),
+            Accepted,
+        ),
         change(
             "retire a drained node whose drain is cancelled",
             "Node",

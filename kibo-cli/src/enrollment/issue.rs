@@ -66,9 +66,14 @@ pub async fn issue(cluster: &Cluster, args: Issue) -> Result<()> {
 
 /// Puts the grant into the Node, in place of a former one. What forbids it (the node is retired) is a rule of the API.
 async fn store(cluster: &Cluster, id: &NodeId, mut grant: Enrollment, write: WriteArgs) -> Result<()> {
+    let is_expected = write.expected_version.is_some();
     let submission = Submission::new(cluster, id.as_str(), NodeCommand::Issue, write);
     grant.request_id = submission.id_if_named().cloned();
     if submission.api.get_opt(id.as_str()).await.on(&submission.subject)?.is_none() {
+        if is_expected {
+            let text = format!("{} does not exist, so it is not in the expected version", submission.subject);
+            return Err(Error::new(Kind::NotFound, text).next("leave --expected-version out to make it"));
+        }
         let spec = NodeSpec { enrollment: Some(grant.clone()), ..NodeSpec::default() };
         match submission.api.create(&PostParams::default(), &Node::new(id.as_str(), spec)).await {
             // Somebody else was quicker.

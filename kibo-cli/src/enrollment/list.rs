@@ -42,12 +42,16 @@ enum Token {
     Pending,
     Used,
     Expired,
+    /// The registration ended, or was taken back, after it was issued.
+    Void,
 }
 
 fn token(node: &Node, grant: &Enrollment, now: Timestamp) -> Token {
     let used = node.status.as_ref().and_then(|status| status.used_secret_hash.as_ref());
     if used == Some(&grant.secret_hash) {
         Token::Used
+    } else if node.spec.retirement.is_some() || node.spec.revocation.is_some() {
+        Token::Void
     } else if grant.expires_at.0 <= now {
         Token::Expired
     } else {

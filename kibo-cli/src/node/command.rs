@@ -227,6 +227,8 @@ impl Submission {
         let timeout = self.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         let go_on = if self.is_named {
             "give the same command again, with the same --command-id".to_owned()
+        } else if self.command == NodeCommand::Drain {
+            format!("{} --wait", self.subject.command("drain"))
         } else {
             self.subject.command("get")
         };

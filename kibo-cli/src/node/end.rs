@@ -57,6 +57,7 @@ pub async fn isolate(cluster: &Cluster, args: Isolate) -> Result<()> {
         let incarnation = node.status.as_ref().and_then(|status| status.incarnation).ok_or_else(|| {
             let text = format!("{} has never had a session, so there is nothing of it to isolate", submission.subject);
             Error::new(Kind::FailedPrecondition, text)
+                .next(format!("if its host never comes: {}", submission.subject.command("retire")))
         })?;
         Ok(json!({ "spec": { "isolation": {
             "incarnation": incarnation,

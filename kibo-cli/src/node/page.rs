@@ -4,7 +4,7 @@ use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kibo_crds::{
     Node,
-    node::{NodeClock, NodeStatus},
+    node::{Admission, NodeClock, NodeStatus},
 };
 use kube::ResourceExt as _;
 use serde::Serialize;
@@ -38,11 +38,12 @@ impl Present for One {
         let mut page = Page::default();
         page.fact("Node", self.node.name_any());
         page.state("Status", status.phase.as_ref().map(enum_word).unwrap_or_default());
+        page.fact("Admission", or_absent(status.admission.as_ref().map(enum_word)));
         page.fact_if("Enrollment", self.pending_grant(&status));
         page.fact("Release", status.session.as_ref().map(|session| session.version.clone()).unwrap_or_default());
         page.fact("Revision", or_absent(status.session.as_ref().and_then(|session| session.source_revision.clone())));
         page.fact("Session", self.session(&status, wide));
-        page.fact_if("Clock", status.clock.as_ref().map(clock));
+        page.fact("Clock", or_absent(status.clock.as_ref().map(clock)));
         page.fact_if("Labels", Some(self.labels(&status)));
         page.fact_if("Drain", drain_requested(&self.node).then_some("requested"));
         page.fact_if("Isolated", is_isolated(&status).then_some("yes"));
@@ -52,15 +53,16 @@ impl Present for One {
             self.amounts(&mut page, &status, wide);
         }
         if wide {
-            page.fact("Admission", status.admission.as_ref().map(enum_word).unwrap_or_default());
-            page.fact("Held objects", or_absent(status.report.as_ref().map(|report| report.held_objects)));
             page.fact("Incarnation", or_absent(status.incarnation));
             page.fact("Session ID", status.session.as_ref().map(|session| session.id.clone()).unwrap_or_default());
             page.fact("Boot ID", status.session.as_ref().map(|session| session.boot_id.clone()).unwrap_or_default());
             page.fact("Registration", self.node.resource_version().unwrap_or_default());
             page.fact("Created", when(self.node.creation_timestamp().as_ref(), self.now, wide));
         }
-        page.section("Storage pools", pools(&status));
+        // One whose registration has ended is no member of any.
+        if !matches!(status.admission, Some(Admission::Retired | Admission::Revoked)) {
+            page.section("Storage pools", pools(&status));
+        }
         let shown = status.conditions.iter().filter(|condition| wide || Self::is_telling(condition, &status));
         page.section("Conditions", conditions(shown, self.now));
         page.section("Events", self.events.clone());
@@ -91,6 +93,7 @@ impl One {
         let instances = or_absent(status.report.as_ref().map(|report| report.instances));
         let slots = status.slots.map(|slots| format!(" of {slots} slots")).unwrap_or_default();
         page.fact("Instances", instances + &slots);
+        page.fact("Held objects", or_absent(status.report.as_ref().map(|report| report.held_objects)));
         page.fact("Last report", when(status.report.as_ref().map(|report| &report.time), self.now, wide));
     }
 
@@ -105,7 +108,9 @@ impl One {
     /// A token that was issued and that no host has used.
     fn pending_grant(&self, status: &NodeStatus) -> Option<String> {
         let grant = self.node.spec.enrollment.as_ref()?;
-        if status.used_secret_hash.as_ref() == Some(&grant.secret_hash) {
+        let spec = &self.node.spec;
+        let is_void = spec.retirement.is_some() || spec.revocation.is_some();
+        if is_void || status.used_secret_hash.as_ref() == Some(&grant.secret_hash) {
             return None;
         }
         let until = instant(&grant.expires_at);
@@ -144,13 +149,14 @@ fn both(cpu: &str, memory: &str) -> String {
 }
 
 fn pools(status: &NodeStatus) -> Table {
+    let is_heard = status.session.as_ref().is_some_and(|session| session.alive);
     let mut table = Table::new(["POOL", "DEFAULT", "AVAILABLE", "FREE/CAPACITY"]);
     for pool in &status.pools {
         table.row(vec![
             pool.id.to_string(),
             yes_no(pool.default).to_owned(),
-            yes_no(pool.available).to_owned(),
-            shares(pool.free, pool.capacity, binary),
+            if is_heard { yes_no(pool.available) } else { ABSENT }.to_owned(),
+            shares(pool.free.filter(|_| is_heard), pool.capacity, binary),
         ]);
     }
     table

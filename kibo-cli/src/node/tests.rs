@@ -54,18 +54,20 @@ fn the_page_of_a_node_shows_what_is_not_as_usual() {
     let now = Timestamp::from_second(90).unwrap();
     let [ready, pending] = nodes().try_into().unwrap();
     let expected = "\
-Node:          node-1
-Status:        READY
-Release:       unreleased
-Revision:      1f2e3d
-Session:       alive for 90s
-Clock:         -1.2s, give or take 2ms, kernel: not synchronized
-Labels:        zone=a (of the host)
-Drain:         requested
-Capacity:      4 CPU, 8.0Gi memory
-Allocated:     1.5/8 CPU, 320.0Mi/8.0Gi memory
-Instances:     2
-Last report:   90s ago
+Node:           node-1
+Status:         READY
+Admission:      ADMITTED
+Release:        unreleased
+Revision:       1f2e3d
+Session:        alive for 90s
+Clock:          -1.2s, give or take 2ms, kernel: not synchronized
+Labels:         zone=a (of the host)
+Drain:          requested
+Capacity:       4 CPU, 8.0Gi memory
+Allocated:      1.5/8 CPU, 320.0Mi/8.0Gi memory
+Instances:      2
+Held objects:   3
+Last report:    90s ago
 
 Conditions:
   TYPE      STATUS   AGE   REASON     MESSAGE
@@ -73,11 +75,13 @@ Conditions:
 ";
     assert_eq!(One { node: ready, events: Table::default(), now }.text(false), expected);
     let expected = "\
-Node:       node-2
-Status:     -
-Release:    -
-Revision:   -
-Session:    -
+Node:        node-2
+Status:      -
+Admission:   -
+Release:     -
+Revision:    -
+Session:     -
+Clock:       -
 ";
     assert_eq!(One { node: pending, events: Table::default(), now }.text(false), expected);
 }

@@ -185,11 +185,13 @@ impl Instances {
             if ids.is_empty() {
                 return;
             }
-            for id in ids {
-                match self.problem(id) {
-                    Some(_) => recover::destroy_unclear(&self.0, id).await,
-                    None => drop(self.0.tell(id, Input::End(Ending::new(reason, message)))),
-                }
+            // One that is unclear takes its time, and none of the others is to wait for it.
+            let (unclear, clear): (Vec<_>, Vec<_>) = ids.into_iter().partition(|id| self.problem(*id).is_some());
+            for id in clear {
+                self.0.tell(id, Input::End(Ending::new(reason, message)));
+            }
+            for id in unclear {
+                recover::destroy_unclear(&self.0, id).await;
             }
             if changes.changed().await.is_err() {
                 return;

@@ -42,7 +42,7 @@ pub trait InstanceControl: Send + Sync + 'static {
     /// `false` when the Instance is not here.
     fn tear_down(&self, instance: InstanceId, reason: &str) -> bool;
 
-    /// Returns when nothing runs any more.
+    /// Returns when nothing runs any more, or when it takes too long: see what is left.
     fn destroy_all(&self, reason: v1::EndReason, message: &str) -> impl Future<Output = ()> + Send;
 
     fn exec(&self, request: v1::ExecRequest) -> impl Future<Output = Result<ExecStream, StreamError>> + Send;

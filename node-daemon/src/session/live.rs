@@ -42,6 +42,12 @@ pub async fn run<I: InstanceControl>(
 ) -> End {
     let (outbox, messages) = Outbox::new();
     let hello = first_message(node, credentials);
+    let runs_anything = node.instances.list().iter().any(|it| it.state != v1::InstanceState::Ended);
+    if hello.incarnation.is_none() && runs_anything {
+        let text =
+            "Instances run here of which this node does not know in which life they began: it cannot begin a new one";
+        return End::Local(text.into());
+    }
     let sent = ack::Sent {
         incarnation: hello.incarnation.map(kibo_crds::Incarnation),
         cluster_id: hello.cluster_id.clone(),

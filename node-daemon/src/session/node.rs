@@ -112,6 +112,13 @@ impl<I: InstanceControl> Node<I> {
     pub(super) async fn isolate(&self) {
         tracing::error!(incarnation = ?self.incarnation(), "this node was isolated: all its Instances are destroyed");
         self.instances.destroy_all(v1::EndReason::Isolated, "this node was isolated").await;
+        let left = self.instances.list().iter().filter(|it| it.state != v1::InstanceState::Ended).count();
+        if left > 0 {
+            // With this life the next daemon is refused again, and goes on destroying; without it, it would be taken for
+            // one that runs nothing.
+            tracing::error!(left, "Instances are left: the next daemon goes on with them");
+            return;
+        }
         if let Err(error) = self.state.update(|record| record.life = None) {
             tracing::error!(%error, "failed to forget the incarnation; the next session is refused again");
         }

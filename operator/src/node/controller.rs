@@ -79,14 +79,19 @@ impl NodeControl {
         let opening = self.ctx.registry.is_opening(id);
         let live = self.ctx.registry.get(id).map(|session| session.view());
         let reach = self.ctx.watchdog.reach(id);
+        let refused = self.ctx.registry.refusal(id);
+        // A host that says Hello and is refused has no session.
+        let is_refused = refused.as_ref().is_some_and(|refused| !refused.duplicate);
         Observed {
             node,
             // Whose registration has ended is not waited for.
-            orphaned: live.is_none() && !opening && (reach != Reach::Reachable || banished(node).is_some()),
+            orphaned: live.is_none()
+                && !opening
+                && (reach != Reach::Reachable || is_refused || banished(node).is_some()),
             live,
             reach,
             periods: self.ctx.watchdog.periods(),
-            refused: self.ctx.registry.refusal(id),
+            refused,
             wanted: effective(&node.spec, &self.ctx.overcommit.get()),
             usage: self.usage.of_node(id),
             now: now(),
@@ -222,20 +227,33 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
         return Ok(Action::await_change());
     };
     control.ctx.nodes.observe(&node);
+    if is_alive(&node) {
+        expect(&control.ctx, &node);
+    }
+    let observed = control.observe(&id, &node);
+    if !observed.wanted.drain && is_drained(&node) {
+        // Before anything can be placed there again: a retirement believes the condition.
+        control.write(&id, &node, compute(&observed)).await?;
+        return Ok(Action::requeue(Duration::ZERO));
+    }
     steer(&id, &node, &control).await;
     isolation::ensure(&control, &id, &node);
     let declared = node.status.iter().flat_map(|status| &status.pools).map(|pool| &pool.id);
-    if let Err(error) = storage_pool::ensure(&control.ctx, declared).await {
-        tracing::warn!(%error, "failed to register a storage pool, trying again");
-        return Ok(Action::requeue(Duration::from_secs(1)));
-    }
+    let registered = storage_pool::ensure(&control.ctx, declared).await;
+    let again = match &registered {
+        Ok(()) => PERIOD,
+        Err(error) => {
+            tracing::warn!(%error, "failed to register a storage pool, trying again");
+            Duration::from_secs(1)
+        }
+    };
     let observed = control.observe(&id, &node);
     if observed.wanted.drain {
         control.usage.give_back(&id);
     }
     let status = compute(&observed);
     if !is_worth_a_write(node.status.as_ref(), &status) {
-        return Ok(Action::requeue(PERIOD));
+        return Ok(Action::requeue(again));
     }
     if let Some(left) = control.first_words(&id) {
         return Ok(Action::requeue(left));
@@ -256,7 +274,18 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
     if let Some((_, after)) = points {
         kibo_failpoint::reach(after).await;
     }
-    Ok(Action::requeue(PERIOD))
+    Ok(Action::requeue(again))
+}
+
+fn is_alive(node: &Node) -> bool {
+    node.status.as_ref().and_then(|status| status.session.as_ref()).is_some_and(|session| session.alive)
+}
+
+/// As it is stored; of a retired node it stays true.
+fn is_drained(node: &Node) -> bool {
+    let conditions = node.status.iter().flat_map(|status| &status.conditions);
+    let drained = ConditionType::Drained.to_string();
+    node.spec.retirement.is_none() && conditions.into_iter().any(|it| it.type_ == drained && it.status == "True")
 }
 
 /// The points before and after a write that ends an operation.

@@ -326,7 +326,14 @@ fn ready(observed: &Observed<'_>, phase: NodePhase) -> Verdict {
     let name = observed.node.metadata.name.as_deref().unwrap_or_default();
     match phase {
         NodePhase::Retired => (false, "Retired", "the node is retired, which is final".to_owned()),
-        NodePhase::Revoked => (false, "Revoked", "the enrollment of the node was revoked".to_owned()),
+        NodePhase::Revoked => (
+            false,
+            "Revoked",
+            format!(
+                "the enrollment of the node was revoked; what runs there goes on, and is released by {}; `kibo enrollment issue {name}` lets a host in again after that",
+                super::isolation::command(name)
+            ),
+        ),
         NodePhase::Pending => (
             false,
             "NotEnrolled",

@@ -65,6 +65,9 @@ impl Refusal {
     }
 }
 
+/// Hosts that were one node, one after the other, and may come back.
+const FORMER_KEYS: usize = 16;
+
 /// What a host showed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Proof {
@@ -90,7 +93,9 @@ pub fn decide(
     if facts.retired {
         return Err(Refusal::Retired(id.clone()));
     }
-    if node.spec.revocation.is_some() {
+    // A token that was issued since ends a revocation; that the host is of the cluster does not.
+    let is_revoked = node.status.as_ref().and_then(|status| status.admission) == Some(Admission::Revoked);
+    if node.spec.revocation.is_some() || (is_revoked && shown == Proof::ServiceAccount) {
         return Err(Refusal::Revoked(id.clone()));
     }
     if let Proof::Token(shown) = shown {
@@ -221,7 +226,11 @@ fn enrolled(leading: &Leading, id: &NodeId, node: &Node, proof: Proof, key: Secr
     let mut node = node.clone();
     let status = node.status.get_or_insert_default();
     status.admission = Some(Admission::Admitted);
-    status.key_hash = Some(key.to_string());
+    if let Some(former) = status.key_hash.replace(key.to_string()) {
+        status.former_key_hashes.push(former);
+        let surplus = status.former_key_hashes.len().saturating_sub(FORMER_KEYS);
+        status.former_key_hashes.drain(..surplus);
+    }
     if let Proof::Token(secret) = proof {
         status.used_secret_hash = Some(secret.to_string());
     }

@@ -240,6 +240,13 @@ pub fn decide(hello: &Hello, observed: Observed<'_>) -> Decision {
         return refuse(Refusal::UnknownNode, format!("there is no Node {}: issue an enrollment for it", hello.node));
     };
     if !has_key(node, &hello.key) {
+        let isolated = isolation::carried_out(node);
+        if had_key(node, &hello.key) && hello.incarnation.is_some() && hello.incarnation <= isolated {
+            return refuse(
+                Refusal::Isolated,
+                "this host was isolated, and another one is this node now: destroy all Instances",
+            );
+        }
         return refuse(
             Refusal::WrongKey,
             format!("the key is not the one of Node {}: enroll this host with a new token", hello.node),
@@ -272,6 +279,12 @@ pub fn decide(hello: &Hello, observed: Observed<'_>) -> Decision {
 fn has_key(node: &Node, key: &NodeKey) -> bool {
     let stored = node.status.as_ref().and_then(|status| status.key_hash.as_deref());
     stored.and_then(|stored| stored.parse::<SecretHash>().ok()).is_some_and(|stored| stored == key.hash())
+}
+
+/// Whether the host was this node before another one enrolled as it.
+fn had_key(node: &Node, key: &NodeKey) -> bool {
+    let former = node.status.iter().flat_map(|status| &status.former_key_hashes);
+    former.filter_map(|stored| stored.parse::<SecretHash>().ok()).any(|stored| stored == key.hash())
 }
 
 /// A node that is ahead gets no session before an admin has said what becomes of it.

@@ -153,6 +153,29 @@ fn nobody_comes_in_before_it_is_known_whether_an_isolation_is_carried_out() {
 }
 
 #[test]
+fn a_host_whose_place_was_taken_hears_of_its_isolation() {
+    let taken = |isolated| {
+        node(Some(4), isolated, |node| {
+            let status = node.status.as_mut().unwrap();
+            status.former_key_hashes = vec![key(8).hash().to_string(), key(9).hash().to_string()];
+        })
+    };
+    for (isolated, asked, shown, expected) in [
+        (Some(3), Some(3), 9, Refusal::Isolated),
+        (Some(3), Some(2), 8, Refusal::Isolated),
+        // What it runs was never declared dead.
+        (Some(3), Some(4), 9, Refusal::WrongKey),
+        (None, Some(3), 9, Refusal::WrongKey),
+        (Some(3), None, 9, Refusal::WrongKey),
+        (Some(3), Some(3), 7, Refusal::WrongKey),
+    ] {
+        let mut hello = hello(asked, |_| {});
+        hello.key = key(shown);
+        assert_eq!(reason(&decide(&hello, observed(Some(&taken(isolated))))), Some(expected), "{isolated:?} {asked:?}");
+    }
+}
+
+#[test]
 fn a_node_that_never_enrolled_has_no_key() {
     let node = node(None, None, |node| node.status.as_mut().unwrap().key_hash = None);
     assert_eq!(reason(&decide(&hello(None, |_| {}), observed(Some(&node)))), Some(Refusal::WrongKey));

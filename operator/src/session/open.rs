@@ -11,7 +11,7 @@ use kibo_crds::{
 };
 use kibo_protocol::v1::{self, SessionRefusal};
 use kube::{Api, api::ListParams};
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 
 use super::{
     hello::{Decision, Existing, Hello, Observed, decide},
@@ -41,6 +41,9 @@ pub struct Leading {
     pub events: Arc<dyn EventIngest>,
     pub streams: Arc<dyn StreamAcceptor>,
 }
+
+/// Hellos that wait for the decision about an isolation; the others are told to come back.
+static AWAIT_ISOLATION: Semaphore = Semaphore::const_new(8);
 
 /// What comes of a Hello that is not refused.
 pub enum Opening {
@@ -96,7 +99,11 @@ pub async fn open(leading: &Leading, hello: &Hello, inventory: Option<&v1::Inven
     // Of all attempts together: what one has ended, the next finds ended.
     let mut ended = 0;
     let (mut attempts, begun) = (0..ATTEMPTS, Instant::now());
+    let mut waits = None;
     while attempts.next().is_some() {
+        if ctx.stop.is_cancelled() {
+            return Err(Refusal::new(SessionRefusal::NotLeader, "this operator leads no more: come back soon"));
+        }
         kibo_failpoint::reach("hello-received").await;
         let (node, revision) = read_node(&leading.nodes.api(), &hello.node).await.map_err(|error| {
             Refusal::new(SessionRefusal::NotLeader, format!("the API server does not answer, try again: {error}"))
@@ -121,14 +128,16 @@ pub async fn open(leading: &Leading, hello: &Hello, inventory: Option<&v1::Inven
         let (incarnation, minted, adopts) = match decision {
             Decision::Refuse { reason, message } => return Err(refused(leading, hello, reason, message)),
             Decision::TakeInventory => return Ok(Opening::TakeInventory),
-            Decision::AwaitIsolation if begun.elapsed() < ISOLATION_DECIDED_WITHIN => {
+            Decision::AwaitIsolation => {
+                // Few at a time, since each of them keeps another Hello waiting.
+                waits = waits.or_else(|| AWAIT_ISOLATION.try_acquire().ok());
+                if waits.is_none() || begun.elapsed() >= ISOLATION_DECIDED_WITHIN {
+                    let message = "an isolation of this node is being decided: come back soon";
+                    return Err(Refusal::new(SessionRefusal::NotLeader, message));
+                }
                 tokio::time::sleep(ISOLATION_LOOK).await;
                 attempts = 0..ATTEMPTS;
                 continue;
-            }
-            Decision::AwaitIsolation => {
-                let message = "an isolation of this node is being decided: come back soon";
-                return Err(Refusal::new(SessionRefusal::NotLeader, message));
             }
             Decision::Admit { incarnation, minted, adopts, .. } => (incarnation, minted, adopts),
         };

@@ -1,6 +1,10 @@
 //! Starts this room for one leadership: lists, then works.
 
-use std::{collections::HashMap, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::Arc,
+    time::Duration,
+};
 
 use kibo_crds::{NodeId, Template, Volume, Workspace};
 use kube::Api;
@@ -16,6 +20,7 @@ use crate::{
     cache::{Cache, Projection, feed},
     context::Ctx,
     queue::{Work, queue},
+    session::NodeSnapshot,
     tombstone,
 };
 
@@ -143,8 +148,15 @@ async fn wake_waiting(world: Arc<World>) {
 async fn follow_sessions(world: Arc<World>) {
     let mut changes = world.ctx.registry.changes();
     let mut known: HashMap<NodeId, String> = HashMap::new();
+    let mut reached = BTreeSet::new();
     loop {
         let snapshots = world.ctx.registry.snapshot();
+        // Who reaches which pool now, whatever is free there.
+        let reach = |snapshot: &NodeSnapshot| {
+            let pools = snapshot.pools.iter().filter(|pool| pool.available);
+            pools.map(|pool| (snapshot.id.clone(), pool.uid.clone())).collect::<Vec<_>>()
+        };
+        let reaches: BTreeSet<_> = snapshots.iter().flat_map(reach).collect();
         let now: HashMap<_, _> = snapshots
             .into_iter()
             .filter(|snapshot| snapshot.desired_sent)
@@ -162,8 +174,10 @@ async fn follow_sessions(world: Arc<World>) {
         if now.len() > known.len() || !moved.is_empty() {
             world.wake_deletions();
         }
-        world.wake_stranded();
-        known = now;
+        if reaches != reached {
+            world.wake_stranded();
+        }
+        (known, reached) = (now, reaches);
         tokio::time::sleep(SESSIONS_PAUSE).await;
         if changes.changed().await.is_err() {
             return;

@@ -54,16 +54,19 @@ impl Ledger {
         u32::try_from(count).unwrap_or(u32::MAX)
     }
 
-    /// Sums over all promises: by node, and by pool.
-    pub fn sums(&self) -> (HashMap<NodeId, Used>, BTreeMap<PoolId, Bytes>) {
+    /// Sums over all promises: by node, without those whose execution is stored and counts by itself; and by pool.
+    pub fn sums(&self, is_stored: impl Fn(InstanceId) -> bool) -> (HashMap<NodeId, Used>, BTreeMap<PoolId, Bytes>) {
         let mut nodes: HashMap<NodeId, Used> = HashMap::new();
         let mut pools = BTreeMap::new();
-        for promise in self.lock().values() {
+        for (instance, promise) in &*self.lock() {
+            add_all(&mut pools, promise.pools.iter().map(|(pool, bytes)| (pool, *bytes)));
+            if is_stored(*instance) {
+                continue;
+            }
             let used = nodes.entry(promise.node.clone()).or_default();
             used.cpu.0 = used.cpu.0.saturating_add(promise.used.cpu.0);
             used.memory.0 = used.memory.0.saturating_add(promise.used.memory.0);
             used.instances = used.instances.saturating_add(promise.used.instances);
-            add_all(&mut pools, promise.pools.iter().map(|(pool, bytes)| (pool, *bytes)));
         }
         (nodes, pools)
     }

@@ -1,6 +1,6 @@
 //! Gathers the starts that wait for a place and decides them together, over one view of the nodes.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use kibo_crds::{Incarnation, InstanceId};
 use tokio::sync::{mpsc, oneshot};
@@ -76,13 +76,16 @@ fn reserve(world: &World, snapshots: &[NodeSnapshot], assignment: Assignment, de
 }
 
 fn candidates(world: &World, snapshots: &[NodeSnapshot]) -> Vec<CandidateNode> {
-    // Promises first: one that turns into an execution meanwhile is counted twice, not never.
-    let (promised_nodes, mut promised) = world.ledger.sums();
-    world.workspaces.project(|index| add_all(&mut promised, index.promised()));
-    world.volumes.project(|index| add_all(&mut promised, index.promised()));
     let oldest = snapshots.iter().filter_map(|snapshot| snapshot.last_assigned).min();
     let mut nodes = Vec::with_capacity(snapshots.len());
+    let mut volumes = BTreeMap::new();
+    world.volumes.project(|index| add_all(&mut volumes, index.promised()));
     world.workspaces.project(|index| {
+        // Under the lock of the index: a promise that turns into an execution is counted once, never twice or not at all.
+        let (promised_nodes, mut promised) = world.ledger.sums(|instance| index.key_of(instance).is_some());
+        // Of space a little may be counted twice for a moment.
+        add_all(&mut promised, index.promised());
+        add_all(&mut promised, volumes.iter().map(|(pool, bytes)| (pool, *bytes)));
         for snapshot in snapshots {
             let mut used = index.used(&snapshot.id);
             if let Some(in_flight) = promised_nodes.get(&snapshot.id) {

@@ -87,9 +87,14 @@ pub struct NodeFacts {
     /// The highest incarnation whose isolation was carried out.
     pub isolated: Option<Incarnation>,
     pub is_retired: bool,
+    /// Who asks may not read nodes.
+    pub is_hidden: bool,
 }
 
 impl NodeFacts {
+    pub const HIDDEN: Self =
+        Self { is_alive: false, incarnation: None, isolated: None, is_retired: false, is_hidden: true };
+
     pub fn of(node: &Node) -> Self {
         let Some(status) = &node.status else { return Self::default() };
         let isolated = status.isolation.as_ref().filter(|isolation| isolation.state == IsolationState::Finished);
@@ -98,6 +103,7 @@ impl NodeFacts {
             incarnation: status.incarnation,
             isolated: isolated.map(|isolation| isolation.incarnation),
             is_retired: status.admission == Some(Admission::Retired),
+            is_hidden: false,
         }
     }
 }
@@ -122,8 +128,20 @@ fn is_retired(nodes: &Nodes, node: &NodeId) -> bool {
     nodes.get(node).is_some_and(|facts| facts.is_retired)
 }
 
-fn is_alive(nodes: &Nodes, node: &NodeId) -> bool {
-    nodes.get(node).is_some_and(|facts| facts.is_alive)
+/// Why the node's word is not to be had: it has no session, or whoever asks may not see whether it has one.
+fn unheard(nodes: &Nodes, node: &NodeId) -> Option<&'static str> {
+    match nodes.get(node) {
+        Some(facts) if facts.is_hidden => {
+            Some("when it was last heard of, which may be long ago: you may not read nodes")
+        }
+        Some(facts) if !facts.is_alive => Some("when it was last heard of"),
+        Some(_) | None => None,
+    }
+}
+
+/// The grant is written, and the node may not have heard of it.
+fn is_starting(phase: Option<WorkspacePhase>) -> bool {
+    matches!(phase, Some(WorkspacePhase::Creating | WorkspacePhase::Starting))
 }
 
 /// Runtime, attachment of the Volume, and what a run leaves behind, which is the writable layer.
@@ -146,9 +164,12 @@ fn runtime(seen: &Seen, nodes: &Nodes) -> Part {
             return Part::new(State::Released, Source::ControlPlane, node, why);
         }
         let id = run.instance_id;
-        if nodes.contains_key(&run.node) && !is_alive(nodes, &run.node) {
-            let detail = format!("{id} ran there when its node was last heard of");
+        if let Some(when) = unheard(nodes, &run.node) {
+            let detail = format!("{id} was on the node {when}");
             return Part::new(State::Unknown, Source::ControlPlane, node, detail);
+        }
+        if is_starting(seen.phase) {
+            return Part::new(State::Held, Source::ControlPlane, node, format!("{id} is being started"));
         }
         return if matches!(seen.phase, Some(WorkspacePhase::Stopping | WorkspacePhase::Deleting)) {
             Part::new(State::Releasing, Source::Node, node, format!("{id} is being ended"))
@@ -188,9 +209,12 @@ fn right((holder, previous): &Right, nodes: &Nodes, phase: Option<WorkspacePhase
         let detail = format!("{what} is not in use, and only this node reaches its storage pool");
         return Part::new(State::Retained, Source::Node, node, detail);
     }
-    if nodes.contains_key(&holder.node) && !is_alive(nodes, &holder.node) {
-        let detail = format!("the node held {what} when it was last heard of");
+    if let Some(when) = unheard(nodes, &holder.node) {
+        let detail = format!("the node held {what} {when}");
         return Part::new(State::Unknown, Source::ControlPlane, node, detail);
+    }
+    if is_starting(phase) {
+        return Part::new(State::Held, Source::ControlPlane, node, format!("{what} is granted to the node"));
     }
     if matches!(phase, Some(WorkspacePhase::Stopping | WorkspacePhase::Deleting)) {
         return Part::new(State::Releasing, Source::Node, node, format!("{what} is being released"));

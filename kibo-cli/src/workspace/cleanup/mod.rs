@@ -110,13 +110,15 @@ async fn tombstone(cluster: &Cluster, name_or_id: &str) -> Result<Option<Workspa
     }
 }
 
-/// What is known of the nodes that are named. Who may not read nodes goes by what the Workspace itself says.
+/// What is known of the nodes that are named.
 async fn facts(cluster: &Cluster, seen: &Seen) -> Result<BTreeMap<NodeId, NodeFacts>> {
     let mut facts = BTreeMap::new();
     for id in seen.nodes() {
         let subject = crate::node::subject(id.as_str());
         match cluster.cluster_wide::<Node>().get_opt(id.as_str()).await {
-            Err(kube::Error::Api(status)) if status.is_forbidden() => {}
+            Err(kube::Error::Api(status)) if status.is_forbidden() => {
+                facts.insert(id, NodeFacts::HIDDEN);
+            }
             answer => {
                 let node = answer.on(&subject)?;
                 facts.extend(node.map(|node| (id, NodeFacts::of(&node))));

@@ -58,9 +58,10 @@ fn while_it_runs_its_node_holds_it() {
     assert_eq!(told(&running(WorkspacePhase::Available), isolated), all(Released, ControlPlane));
     let back = NodeFacts { incarnation: Some(Incarnation(3)), ..alive() };
     assert_eq!(told(&running(WorkspacePhase::Available), back), all(Released, ControlPlane));
-    // Somebody who may not read nodes goes by the Workspace.
-    let unread = decide(&running(WorkspacePhase::Available), &BTreeMap::new());
-    assert_eq!(unread.map(|part| (part.state, part.source)), all(Held, ByNode));
+    // Who may not read nodes is not told that the node says so.
+    assert_eq!(told(&running(WorkspacePhase::Available), NodeFacts::HIDDEN), all(Unknown, ControlPlane));
+    // The node may not have heard of it yet.
+    assert_eq!(told(&running(WorkspacePhase::Starting), alive()), all(Held, ControlPlane));
 }
 
 #[test]

@@ -18,7 +18,7 @@ use crate::{
     launch::Launch,
     pool::{self, Pools},
     spool::EventSpool,
-    state::{NodeState, StateDir},
+    state::{Life, NodeState, StateDir},
 };
 
 pub const LAYER: &str = "6f9619ff-8b86-d011-b42d-00c04fc964ff";
@@ -183,8 +183,14 @@ impl TestNode {
         let dir = StateDir::open(&config.state_dir).unwrap();
         let id: kibo_crds::NodeId = "node-a".parse().unwrap();
         let spool = Arc::new(EventSpool::open(&config.spool_dir()).unwrap());
+        let state = NodeState::open(&dir).unwrap();
+        // What runs began in some life.
+        if !self.instances.running.lock().unwrap().is_empty() && state.get().life.is_none() {
+            let life = Life { incarnation: kibo_crds::Incarnation(1), boot_id: "boot".into() };
+            state.update(|record| record.life = Some(life)).unwrap();
+        }
         let node = Node::new(NodeParts {
-            state: NodeState::open(&dir).unwrap(),
+            state,
             pools: Arc::new(Pools::open(&config.storage_pools, &id).unwrap()),
             spool: Arc::clone(&spool),
             boot_id: "boot".into(),

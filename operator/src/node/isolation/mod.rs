@@ -11,12 +11,10 @@ mod census;
 mod evidence;
 mod plan;
 
-use kibo_crds::NodeId;
-
 pub use carry_out::{Running, ensure};
 pub use plan::{Fence, carried_out, fence, verdict};
 
 /// What somebody types who knows that the host is off.
-pub fn command(node: &NodeId) -> String {
+pub fn command(node: &(impl std::fmt::Display + ?Sized)) -> String {
     format!("`kibo node isolate {node} --confirm-host-cannot-write`")
 }
