@@ -6,10 +6,10 @@ use std::io::{Read as _, Write as _};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::process::Stdio;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
@@ -27,6 +27,7 @@ pub struct Program {
     pub stdin: Option<ChildStdin>,
     stdout: Said,
     stderr: Said,
+    readers: Vec<JoinHandle<()>>,
 }
 
 /// What was printed so far.
@@ -43,16 +44,16 @@ impl Said {
     }
 
     /// Reads to the end, on a thread of its own: the other side may never end.
-    fn read(mut from: File) -> Self {
+    fn read(mut from: File) -> (Self, JoinHandle<()>) {
         let said = Self::default();
         let to = said.clone();
-        thread::spawn(move || {
+        let reader = thread::spawn(move || {
             let mut buffer = vec![0; 64 * 1024];
             while let Ok(length @ 1..) = from.read(&mut buffer) {
                 to.bytes().extend_from_slice(&buffer[..length]);
             }
         });
-        said
+        (said, reader)
     }
 
     async fn says(&self, text: &str, limit: Duration) -> Result<()> {
@@ -69,7 +70,8 @@ impl Program {
         let stdout = child.stdout.take().context("stdout is piped")?.into_owned_fd()?;
         let stderr = child.stderr.take().context("stderr is piped")?.into_owned_fd()?;
         let stdin = child.stdin.take();
-        Ok(Self { child, stdin, stdout: Said::read(stdout.into()), stderr: Said::read(stderr.into()) })
+        let ((stdout, out), (stderr, err)) = (Said::read(stdout.into()), Said::read(stderr.into()));
+        Ok(Self { child, stdin, stdout, stderr, readers: vec![out, err] })
     }
 
     pub fn stdout(&self) -> Vec<u8> {
@@ -110,6 +112,12 @@ impl Program {
     pub async fn ended(&mut self) -> Result<i32> {
         let ended = tokio::time::timeout(SOON, self.child.wait()).await;
         let ended = ended.with_context(|| format!("it goes on: {:?} {:?}", self.stdout.text(), self.stderr()))??;
+        // Its last words may not be read yet.
+        for reader in self.readers.drain(..) {
+            let read = tokio::task::spawn_blocking(move || reader.join());
+            let read = tokio::time::timeout(SOON, read).await.context("something holds its output open")?;
+            read?.map_err(|_| anyhow!("the reader of its output panicked"))?;
+        }
         ended.code().context("it was killed")
     }
 }
@@ -147,7 +155,7 @@ impl Terminal {
             .env("TERM", "xterm-256color");
         at_terminal.stdin(slave.try_clone()?).stdout(slave.try_clone()?).stderr(slave.try_clone()?).kill_on_drop(true);
         let child = at_terminal.spawn().context("failed to run setsid")?;
-        let said = Said::read(File::from(master.try_clone()?));
+        let (said, _) = Said::read(File::from(master.try_clone()?));
         Ok(Self { child, master, slave, said, before })
     }
 
