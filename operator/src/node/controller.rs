@@ -309,7 +309,10 @@ async fn steer(id: &NodeId, node: &Node, control: &NodeControl) {
         session.end(reason, message);
         return;
     }
-    if session.spares_unknown && !spares_unknown(node) {
+    // A Node as it was before this session says nothing of the adoption that the session began with.
+    let stored = node.status.as_ref().and_then(|status| status.session.as_ref());
+    let is_of_this_session = stored.is_some_and(|stored| stored.id == session.id);
+    if is_of_this_session && session.spares_unknown && !spares_unknown(node) {
         // The next session looks at its Instances anew.
         control.ctx.registry.remove(&session);
         session
