@@ -73,6 +73,9 @@ pub use status::{
 )]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
+    validation = Rule::new(rules::COMMAND_IDS_DIFFER)
+        .message("two parts of the spec have the same requestId: give each command an id of its own")
+        .reason(Reason::FieldValueInvalid),
     validation = Rule::new("!has(oldSelf.retirement) || self == oldSelf")
         .message("the node is retired, which is final: use a new node id for a new host")
         .reason(Reason::FieldValueForbidden),

@@ -84,6 +84,38 @@ pub const COMMAND_IDS_ARE_FRESH: &str = concat!(
     fresh!("labelRequest"),
 );
 
+/// The requestId of a part of the spec, in a list: empty when it has none.
+macro_rules! id {
+    ($part:literal) => {
+        concat!("(has(self.", $part, ") && has(self.", $part, ".requestId) ? [self.", $part, ".requestId] : [])")
+    };
+}
+
+macro_rules! ids {
+    () => {
+        concat!(
+            "(",
+            id!("enrollment"),
+            " + ",
+            id!("revocation"),
+            " + ",
+            id!("drain"),
+            " + ",
+            id!("isolation"),
+            " + ",
+            id!("retirement"),
+            " + ",
+            id!("slotsRequest"),
+            " + ",
+            id!("labelRequest"),
+            ")",
+        )
+    };
+}
+
+/// A rule of the spec alone, so that it holds for a new Node too: of two commands with one id only one could be recorded.
+pub const COMMAND_IDS_DIFFER: &str = concat!(ids!(), ".all(one, ", ids!(), ".exists_one(other, other == one))");
+
 /// Nothing is left there, and a drain sees to it that nothing comes; or its life was declared dead and all that it
 /// held is released; or it never had one: nobody could drain or isolate it, and nothing ever ran there.
 pub const CAN_BE_RETIRED: &str = "\

@@ -95,6 +95,13 @@ pub struct NodeStatus {
     pub conditions: Vec<Condition>,
 }
 
+impl NodeStatus {
+    /// Whether a control session is stored as alive; an earlier leader may have left it so.
+    pub fn has_live_session(&self) -> bool {
+        self.session.as_ref().is_some_and(|session| session.alive)
+    }
+}
+
 fn host_labels_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
     schemars::json_schema!({
         "type": "object",

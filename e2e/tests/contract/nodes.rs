@@ -226,6 +226,20 @@ pub fn commands() -> Vec<Case> {
         ),
         change("another part beside it", "Node", drain("a"), Value::Null, spec(slots("b", 3)), Accepted),
         change(
+            "another part with the same id",
+            "Node",
+            drain("a"),
+            Value::Null,
+            spec(slots("a", 3)),
+            Refused(&["same requestId", "id of its own"]),
+        ),
+        create(
+            "two parts with the same id from the beginning",
+            "Node",
+            json!({"drain": {"requested": true, "requestId": "a"}, "revocation": {"requestId": "a"}}),
+            Refused(&["same requestId"]),
+        ),
+        change(
             "an id that an older command has",
             "Node",
             drain("b"),

@@ -93,7 +93,7 @@ fn look(seen: Option<&Node>, wanted: &Adoption, subject: &Subject) -> Result<Loo
     if ordered.is_none_or(|ordered| ordered.quarantine != wanted.quarantine || ordered.action != wanted.action) {
         return Err(Error::new(Kind::Aborted, format!("{subject}: another adoption was ordered in place of this one")));
     }
-    let is_alive = status.session.as_ref().is_some_and(|session| session.alive);
+    let is_alive = status.has_live_session();
     let done = status.adoption.filter(|done| done.quarantine == wanted.quarantine && done.unknown == wanted.unknown);
     match done {
         Some(done) if is_alive && status.quarantine.is_none() => Ok(Look::Done(done)),

@@ -149,7 +149,7 @@ fn both(cpu: &str, memory: &str) -> String {
 }
 
 fn pools(status: &NodeStatus) -> Table {
-    let is_heard = status.session.as_ref().is_some_and(|session| session.alive);
+    let is_heard = status.has_live_session();
     let mut table = Table::new(["POOL", "DEFAULT", "AVAILABLE", "FREE/CAPACITY"]);
     for pool in &status.pools {
         table.row(vec![

@@ -40,10 +40,7 @@ pub fn records(node: &Node, status: &NodeStatus, now: &Time) -> Vec<CommandRecor
     let requested = node.spec.requested();
     let mut records = status.commands.clone();
     for new in requested.iter().filter(|new| !status.commands.iter().any(|known| known.id == new.id)) {
-        // Two parts of one spec with one id: the first counts, and the rules of the API refuse the second.
-        if !records.iter().any(|known| known.id == new.id) {
-            records.push(begun(new, now));
-        }
+        records.push(begun(new, now));
     }
     for record in records.iter_mut().filter(|record| record.result == CommandResult::Processing) {
         let stands = requested.iter().any(|it| it.id == record.id);
@@ -90,7 +87,7 @@ fn end(record: &mut CommandRecord, outcome: Outcome, now: &Time) {
 
 fn outcome(record: &CommandRecord, stands: bool, node: &Node, status: &NodeStatus) -> Outcome {
     // The host is told, and speaks for this node no more.
-    let is_silent = status.session.as_ref().is_none_or(|session| !session.alive);
+    let is_silent = !status.has_live_session();
     match record.operation.as_str() {
         "isolate" => isolation(record, stands, node, status),
         "retire" => Outcome::done_when(is_silent && status.admission == Some(Admission::Retired)),

@@ -227,7 +227,7 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
         return Ok(Action::await_change());
     };
     control.ctx.nodes.observe(&node);
-    if is_alive(&node) {
+    if node.status.as_ref().is_some_and(NodeStatus::has_live_session) {
         expect(&control.ctx, &node);
     }
     let observed = control.observe(&id, &node);
@@ -275,10 +275,6 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
         kibo_failpoint::reach(after).await;
     }
     Ok(Action::requeue(again))
-}
-
-fn is_alive(node: &Node) -> bool {
-    node.status.as_ref().and_then(|status| status.session.as_ref()).is_some_and(|session| session.alive)
 }
 
 /// As it is stored; of a retired node it stays true.

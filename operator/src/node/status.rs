@@ -167,7 +167,7 @@ fn amounts(status: &mut NodeStatus, observed: &Observed<'_>) {
 
 /// Of the session that lives: without one nothing is known of the clock.
 fn clock(status: &mut NodeStatus, observed: &Observed<'_>) {
-    let is_awaited = observed.live.is_none() && status.session.as_ref().is_some_and(|session| session.alive);
+    let is_awaited = observed.live.is_none() && status.has_live_session();
     if !is_awaited {
         status.clock = observed.live.as_ref().and_then(|live| live.clock.clone());
     }
@@ -218,7 +218,7 @@ fn phase(status: &NodeStatus, isolated: bool, observed: &Observed<'_>, drain: Dr
         return NodePhase::Isolated;
     }
     // A session of an earlier leader still counts until its node had the time to return.
-    let alive = status.session.as_ref().is_some_and(|session| session.alive);
+    let alive = status.has_live_session();
     match (alive || observed.live.is_some(), drain) {
         // Who is refused is not silent; a second host's word is not the node's.
         (false, _) if observed.refused.as_ref().is_some_and(|refused| !refused.duplicate) => NodePhase::NotReady,
@@ -331,7 +331,7 @@ fn ready(observed: &Observed<'_>, phase: NodePhase) -> Verdict {
             "Revoked",
             format!(
                 "the enrollment of the node was revoked; what runs there goes on, and is released by {}; `kibo enrollment issue {name}` lets a host in again after that",
-                super::isolation::command(name)
+                isolation::command(name)
             ),
         ),
         NodePhase::Pending => (

@@ -101,7 +101,7 @@ pub fn decide(
     if let Proof::Token(shown) = shown {
         is_granted(id, node, shown, now)?;
     }
-    let is_alive = node.status.as_ref().and_then(|status| status.session.as_ref()).is_some_and(|session| session.alive);
+    let is_alive = node.status.as_ref().is_some_and(NodeStatus::has_live_session);
     if has_session || is_alive {
         return Err(Refusal::SessionLive(id.clone()));
     }

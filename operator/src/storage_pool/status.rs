@@ -28,7 +28,7 @@ pub fn declaration<'a>(node: &'a Node, id: &str) -> Option<Declaration<'a>> {
     Some(Declaration {
         node: node.metadata.name.as_deref()?.parse().ok()?,
         pool: status.pools.iter().find(|pool| pool.id.as_str() == id)?,
-        alive: status.session.as_ref().is_some_and(|session| session.alive),
+        alive: status.has_live_session(),
     })
 }
 

@@ -99,7 +99,7 @@ impl NodeFacts {
         let Some(status) = &node.status else { return Self::default() };
         let isolated = status.isolation.as_ref().filter(|isolation| isolation.state == IsolationState::Finished);
         Self {
-            is_alive: status.session.as_ref().is_some_and(|session| session.alive),
+            is_alive: status.has_live_session(),
             incarnation: status.incarnation,
             isolated: isolated.map(|isolation| isolation.incarnation),
             is_retired: status.admission == Some(Admission::Retired),

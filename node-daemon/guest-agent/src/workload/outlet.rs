@@ -72,9 +72,6 @@ impl Outlet {
         };
         let mut buffer = connection.take_buffer();
         let found = pipe::read_into(source, limit, &mut buffer);
-        if found != Found::Data(()) {
-            buffer.clear();
-        }
         let len = buffer.len();
         connection.send_output(id, self.output, buffer).expect("a piece is bounded by MAX_CHUNK");
         match found {

@@ -65,9 +65,10 @@ pub fn read(fd: impl AsFd, limit: usize) -> Found {
     })
 }
 
-/// Reads at most `limit` bytes, which is more than 0, in place of what is in `buffer`.
+/// Reads at most `limit` bytes, which is more than 0, in place of what is in `buffer`; empty when there was nothing.
 pub fn read_into(fd: impl AsFd, limit: usize, buffer: &mut Vec<u8>) -> Found<()> {
     buffer.resize(limit, 0);
     let read = rustix::io::read(fd, buffer.as_mut_slice());
-    Found::of(read, |len| buffer.truncate(len))
+    buffer.truncate(read.unwrap_or(0));
+    Found::of(read, |_| ())
 }

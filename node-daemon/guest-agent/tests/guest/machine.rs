@@ -17,9 +17,6 @@ use tempfile::TempDir;
 /// Longer than anything takes on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The socket of a port that nobody in the guest uses: a process there may open it.
-pub const RAW_PORT: &str = "raw.sock";
-
 pub struct Machine {
     directory: TempDir,
     qemu: Child,
@@ -485,8 +482,6 @@ fn start_qemu(directory: &Path, disks: &Disks) -> Child {
         .args(["-device", "virtio-serial-device,id=vser0"])
         .args(["-chardev", &format!("socket,id=vp,path={},server=on,wait=off", port.display())])
         .args(["-device", "virtserialport,chardev=vp,name=agent.0,id=port0"])
-        .args(["-chardev", &format!("socket,id=vr,path={},server=on,wait=off", directory.join(RAW_PORT).display())])
-        .args(["-device", "virtserialport,chardev=vr,name=raw.0,id=port1"])
         .args(["-netdev", "user,id=n0,restrict=on", "-device", "virtio-net-device,netdev=n0,mac=52:54:00:12:34:56"])
         .args(["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"])
         .stdin(Stdio::null());

@@ -11,4 +11,3 @@ mod log;
 mod machine;
 mod power;
 mod terminal;
-mod throughput;
