@@ -17,6 +17,10 @@ pub enum ConditionType {
     PowerRequestConsumed,
     /// The node cannot go on with it before a person has helped; the message says how.
     Blocked,
+    /// The guest stands still until something that its disks need is there again.
+    Paused,
+    /// A host that was declared dead ran on while another may have used the same disk.
+    TwoWriters,
     // Node
     Ready,
     Schedulable,

@@ -6,7 +6,7 @@ mod section;
 #[cfg(test)]
 mod tests;
 
-use std::{collections::BTreeMap, fmt, net::Ipv4Addr, path::PathBuf};
+use std::{collections::BTreeMap, fmt, net::Ipv4Addr, path::PathBuf, time::Duration};
 
 use kibo_crds::{Bytes, MilliCpu, NodeId, PoolId};
 
@@ -23,6 +23,7 @@ pub struct Config {
     pub resources: Resources,
     /// At least one; ids and paths are unique.
     pub storage_pools: Vec<PoolConfig>,
+    pub fence: FenceConfig,
     pub vmm: VmmConfig,
     pub images: ImagesConfig,
     /// Absent: guests have no network.
@@ -52,6 +53,19 @@ pub struct PoolConfig {
     pub path: PathBuf,
     /// New objects go here; exactly one pool is the default.
     pub default: bool,
+}
+
+/// How this node finds out that it has lost what it holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FenceConfig {
+    /// A pool that could not be read for so long: what uses it stands still until it can.
+    pub freeze_after: Duration,
+}
+
+impl Default for FenceConfig {
+    fn default() -> Self {
+        Self { freeze_after: Duration::from_secs(15) }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -224,6 +238,7 @@ impl fmt::Display for Config {
             let default = if pool.default { " (default)" } else { "" };
             writeln!(f, "pool:      {} at {}{default}", pool.id, pool.path.display())?;
         }
+        writeln!(f, "fence:     guests stand still when a pool is unreadable for {:?}", self.fence.freeze_after)?;
         let vmm = &self.vmm;
         writeln!(f, "vmm:       {} with {}, uid {}, gid {}", vmm.qemu.display(), vmm.accelerator, vmm.uid, vmm.gid)?;
         writeln!(f, "guest:     kernel {}, initrd {}", vmm.kernel.display(), vmm.initrd.display())?;

@@ -1,16 +1,18 @@
 //! From TOML to [`Config`].
 
-use std::{collections::BTreeMap, net::Ipv4Addr, path::PathBuf};
+use std::{collections::BTreeMap, net::Ipv4Addr, path::PathBuf, time::Duration};
 
 use toml::Table;
 
 use super::{
-    Accelerator, Config, ControlConfig, ImagesConfig, NetworkConfig, NodeConfig, PoolConfig, Problems, Resources,
-    VmmConfig, section::Section,
+    Accelerator, Config, ControlConfig, FenceConfig, ImagesConfig, NetworkConfig, NodeConfig, PoolConfig, Problems,
+    Resources, VmmConfig, section::Section,
 };
 use crate::network::is_a_host;
 
 const NOBODY: u32 = 65534;
+/// A pool is read every 2 s; less than two looks would freeze what is well.
+const LEAST_FREEZE_AFTER: u32 = 5;
 /// Every host on the way must take packets of 576 bytes; a length field has 16 bits.
 const MTUS: std::ops::RangeInclusive<u32> = 576..=65_535;
 
@@ -28,6 +30,7 @@ pub fn config(text: &str) -> Result<Config, Problems> {
     let node = root.section("node", node);
     let resources = root.section("resources", resources);
     let storage_pools = storage_pools(&mut root);
+    let fence = root.optional_section("fence", fence).unwrap_or_default();
     let vmm = root.section("vmm", vmm);
     let images = root.section("images", |section| section.path("dir").map(|dir| ImagesConfig { dir }));
     let network = root.optional_section("network", network).flatten();
@@ -35,7 +38,7 @@ pub fn config(text: &str) -> Result<Config, Problems> {
     root.finish();
     match (state_dir, resources, vmm, images, control) {
         (Some(state_dir), Some(resources), Some(vmm), Some(images), Some(control)) if problems.0.is_empty() => {
-            Ok(Config { state_dir, node, resources, storage_pools, vmm, images, network, control })
+            Ok(Config { state_dir, node, resources, storage_pools, fence, vmm, images, network, control })
         }
         _ => Err(problems),
     }
@@ -91,6 +94,12 @@ fn resources(section: &mut Section<'_>) -> Option<Resources> {
     let memory = section.quantity("memory");
     let max_instances = section.optional_number("max_instances", 1);
     Some(Resources { cpu: cpu?, memory: memory?, max_instances })
+}
+
+fn fence(section: &mut Section<'_>) -> FenceConfig {
+    let freeze_after = section.optional_number("freeze_after_seconds", LEAST_FREEZE_AFTER);
+    freeze_after
+        .map_or_else(FenceConfig::default, |seconds| FenceConfig { freeze_after: Duration::from_secs(seconds.into()) })
 }
 
 fn storage_pools(root: &mut Section<'_>) -> Vec<PoolConfig> {

@@ -45,6 +45,7 @@ fn a_good_file_is_understood() {
     assert_eq!(config.vmm.accelerator, Accelerator::Tcg);
     assert_eq!((config.vmm.uid, config.vmm.gid), (65534, 65534));
     assert_eq!(config.vmm.cgroup_root, PathBuf::from("/sys/fs/cgroup"));
+    assert_eq!(config.fence.freeze_after, Duration::from_secs(15));
     assert!(config.to_string().contains("local-a at /var/lib/kibotos-pool (default)"), "{config}");
 }
 
@@ -70,6 +71,11 @@ fn each_bad_value_is_named_with_key_value_and_rule() {
         ("zone = \"a\"", "zone = \"a b\"", "node.labels.zone = \"a b\": the value must be"),
         ("zone = \"a\"", "\"kibotos.dev/x\" = \"a\"", "the prefix is reserved"),
         ("id = \"local-a\"", "id = \"local.a\"", "storage_pools[0].id = \"local.a\": invalid pool id"),
+        (
+            "[vmm]",
+            "[fence]\nfreeze_after_seconds = 4\n[vmm]",
+            "fence.freeze_after_seconds = 4: must be a whole number of at least 5",
+        ),
         ("accelerator = \"tcg\"", "accelerator = \"xen\"", "vmm.accelerator = \"xen\": must be \"kvm\" or \"tcg\""),
         (
             "accelerator = \"tcg\"",

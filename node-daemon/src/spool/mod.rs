@@ -172,13 +172,23 @@ impl EventSpool {
 fn is_essential(event: &v1::InstanceEvent) -> bool {
     match event.kind {
         Some(Kind::ObjectsTaken(_) | Kind::Available(_) | Kind::Ended(_)) => true,
-        Some(Kind::GuestUnresponsive(_) | Kind::GuestResponsive(_) | Kind::EntrypointExited(_) | Kind::Blocked(_))
+        Some(
+            Kind::GuestUnresponsive(_)
+            | Kind::GuestResponsive(_)
+            | Kind::EntrypointExited(_)
+            | Kind::Blocked(_)
+            | Kind::Paused(_)
+            | Kind::Resumed(_),
+        )
         | None => false,
     }
 }
 
 fn shortened(mut kind: Kind) -> Kind {
-    if let Kind::Ended(v1::Ended { message, .. }) | Kind::Blocked(v1::Blocked { message }) = &mut kind {
+    if let Kind::Ended(v1::Ended { message, .. })
+    | Kind::Blocked(v1::Blocked { message })
+    | Kind::Paused(v1::Paused { message, .. }) = &mut kind
+    {
         message.truncate(message.floor_char_boundary(MAX_TEXT));
     }
     kind

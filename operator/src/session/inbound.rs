@@ -25,6 +25,7 @@ fn event(event: &mut v1::InstanceEvent) {
     match &mut event.kind {
         Some(Kind::Ended(ended)) => text(&mut ended.message),
         Some(Kind::Blocked(blocked)) => text(&mut blocked.message),
+        Some(Kind::Paused(paused)) => text(&mut paused.message),
         _ => {}
     }
 }

@@ -2,7 +2,7 @@
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kibo_crds::{
-    Incarnation, InstanceId, NodeId, PoolId, SequenceNumber, Volume, Workspace,
+    ConditionType, Incarnation, InstanceId, NodeId, PoolId, SequenceNumber, Volume, Workspace,
     volume::{GrantedFor, VolumeStatus},
     workspace::{Execution, LayerStatus, WorkspacePhase, WorkspaceStatus},
 };
@@ -48,6 +48,8 @@ pub fn workspace_status(
         draft.status.writable_layer.get_or_insert(layer);
     }
     draft.consume(&start.request);
+    // Whoever starts it has read it.
+    draft.forget(ConditionType::TwoWriters);
     draft.enter(WorkspacePhase::Starting);
     // It has just accepted.
     draft.node_is_reachable(true);

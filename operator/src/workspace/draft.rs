@@ -186,13 +186,17 @@ impl<'a> Draft<'a> {
             ended_at: self.now.clone(),
             reason: shortened(reason, 128),
         });
-        self.forget_condition(ConditionType::GuestResponsive);
-        self.forget_condition(ConditionType::Blocked);
+        self.forget(ConditionType::GuestResponsive);
+        self.forget(ConditionType::Blocked);
+        self.forget(ConditionType::Paused);
         Some(execution)
     }
 
-    fn forget_condition(&mut self, kind: ConditionType) {
+    /// Takes a condition away; whether it was there.
+    pub fn forget(&mut self, kind: ConditionType) -> bool {
+        let before = self.status.conditions.len();
         self.status.conditions.retain(|condition| condition.type_ != kind.to_string());
+        self.status.conditions.len() < before
     }
 
     pub fn set(&mut self, kind: ConditionType, status: bool, reason: &str, message: &str) {
@@ -233,7 +237,7 @@ impl<'a> Draft<'a> {
         Outcome { status: changed.then_some(Box::new(self.status)), notices: self.notices }
     }
 
-    fn condition(&self, kind: ConditionType) -> Option<&Condition> {
+    pub fn condition(&self, kind: ConditionType) -> Option<&Condition> {
         self.status.conditions.iter().find(|condition| condition.type_ == kind.to_string())
     }
 
@@ -257,7 +261,7 @@ impl<'a> Draft<'a> {
                 self.set(ConditionType::NodeReachable, false, wait.reason, &wait.message);
             }
             _ => match (&self.status.execution, self.reachable) {
-                (None, _) => self.forget_condition(ConditionType::NodeReachable),
+                (None, _) => drop(self.forget(ConditionType::NodeReachable)),
                 (Some(_), Some(true)) => self.set(ConditionType::NodeReachable, true, "SessionAlive", ""),
                 (Some(execution), Some(false)) => {
                     let message = offline(&execution.node);

@@ -109,6 +109,8 @@ pub fn apply(
     if is_current {
         draft.node_is_reachable(true);
         take_in(&mut draft, event);
+    } else if let Some(Kind::Ended(ended)) = &event.kind {
+        ended_late(&mut draft, node, event, ended);
     }
     // A number alone is no reason for a write: without an effect the event may come again.
     if draft.status == before {
@@ -134,9 +136,25 @@ fn take_in(draft: &mut Draft<'_>, event: &v1::InstanceEvent) {
             draft.set(ConditionType::Blocked, true, "NodeNeedsHelp", &blocked.message);
             draft.notices.push(Notice::warning("NodeNeedsHelp", &blocked.message));
         }
+        Some(Kind::Paused(paused)) => self::paused(draft, paused),
+        Some(Kind::Resumed(_)) => {
+            if draft.forget(ConditionType::Paused) {
+                draft.notices.push(Notice::normal("Resumed", "the guest runs again"));
+            }
+        }
         Some(Kind::Ended(ended)) => self::ended(draft, ended),
         Some(Kind::ObjectsTaken(_)) | None => {}
     }
+}
+
+fn paused(draft: &mut Draft<'_>, paused: &v1::Paused) {
+    let reason = match paused.reason() {
+        v1::PauseReason::PoolUnreadable => "PoolUnreadable",
+        v1::PauseReason::DiskFull => "DiskFull",
+        v1::PauseReason::Unspecified => "Paused",
+    };
+    draft.set(ConditionType::Paused, true, reason, &paused.message);
+    draft.notices.push(Notice::warning(reason, &paused.message));
 }
 
 fn available(draft: &mut Draft<'_>, event: &v1::Available) {
@@ -204,6 +222,7 @@ fn meaning(reason: v1::EndReason) -> Meaning {
         End::GuestAgentDied => failed("GuestAgentDied"),
         End::TornDown => failed("TornDown"),
         End::Isolated => failed("Unavailable"),
+        End::Fenced => failed("Fenced"),
         End::Unspecified => failed("Ended"),
     }
 }
@@ -239,6 +258,31 @@ fn ended(draft: &mut Draft<'_>, ended: &v1::Ended) {
     draft.finish_commands((!is_as_asked).then_some((meaning.reason, message)));
 }
 
+/// The end of an Instance that is not the Workspace's any more: its node was taken for dead. Where it says that the guest
+/// ran until the pool told it, people must hear that two guests may have written.
+fn ended_late(draft: &mut Draft<'_>, node: &NodeId, event: &v1::InstanceEvent, ended: &v1::Ended) {
+    if ended.reason() != v1::EndReason::Fenced {
+        return;
+    }
+    let id = &event.instance_id;
+    let uid = draft.workspace.metadata.uid.as_deref();
+    let own = ended.objects.iter().find(|object| Some(object.uid.as_str()) == uid).map(|object| Epoch(object.epoch));
+    let was_granted_since = own < draft.status.epoch;
+    if !was_granted_since {
+        return;
+    }
+    if draft.condition(ConditionType::TwoWriters).is_some_and(|told| told.message.contains(id)) {
+        return;
+    }
+    let message = format!(
+        "{id} was declared dead with node {node}, and ran on: {}. The disk was given away by then, and both may have \
+         written: look at its file systems",
+        ended.message
+    );
+    draft.set(ConditionType::TwoWriters, true, "WrongIsolation", &message);
+    draft.notices.push(Notice::warning("TwoWriters", &message));
+}
+
 fn is_forced(draft: &Draft<'_>) -> bool {
     let consumed = draft.status.power.as_ref().map(|power| &power.consumed);
     consumed.is_some_and(|request| request.state == PowerState::Stopped && request.stop_mode == Some(StopMode::Force))
@@ -269,6 +313,7 @@ fn sentence(reason: v1::EndReason) -> &'static str {
         End::GuestAgentDied => "the agent in the guest died, and the guest with it",
         End::TornDown => "the node tore it down because the control plane did not hold it",
         End::Isolated => "the node was isolated and destroyed it",
+        End::Fenced => "the node lost the right to a disk while the guest ran, and killed it: start it again",
         End::NotStarted => "the node did not start it",
         End::Stopped | End::ForceStopped | End::Unspecified => "it ended without having been asked: start it again",
     }

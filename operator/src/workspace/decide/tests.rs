@@ -459,6 +459,7 @@ fn ends_are_told_apart() {
         (End::GuestBootTimeout, WorkspacePhase::Failed, Some("GuestBootTimeout")),
         (End::TornDown, WorkspacePhase::Failed, Some("TornDown")),
         (End::Isolated, WorkspacePhase::Failed, Some("Unavailable")),
+        (End::Fenced, WorkspacePhase::Failed, Some("Fenced")),
     ] {
         let workspace = executing(WorkspacePhase::Available);
         let event = ended(&workspace, reason, v1::ObjectUse::Released);
@@ -486,6 +487,51 @@ fn what_only_a_person_can_mend_is_said_until_the_end() {
     let end = v1::InstanceEvent { seq: event.seq + 1, ..end };
     let status = event::apply(&waiting, &node("a"), &end, false, at(10)).status.unwrap();
     assert!(!status.conditions.iter().any(|condition| condition.type_ == "Blocked"));
+}
+
+#[test]
+fn a_guest_that_stands_still_is_said_until_it_goes_on() {
+    let workspace = executing(WorkspacePhase::Available);
+    let tell = |workspace: &Workspace, seq, kind| {
+        let event = ended(workspace, v1::EndReason::Stopped, v1::ObjectUse::Released);
+        let event = v1::InstanceEvent { seq, kind: Some(kind), ..event };
+        event::apply(workspace, &node("a"), &event, false, at(9))
+    };
+    let paused = |reason: v1::PauseReason| {
+        v1::instance_event::Kind::Paused(v1::Paused { reason: reason.into(), message: "pool p".into() })
+    };
+    for (reason, word) in [(v1::PauseReason::PoolUnreadable, "PoolUnreadable"), (v1::PauseReason::DiskFull, "DiskFull")]
+    {
+        let outcome = tell(&workspace, 7, paused(reason));
+        let status = *outcome.status.unwrap();
+        assert_eq!(condition(&status, "Paused"), ("True", word));
+        assert_eq!((status.phase, outcome.notices.len()), (Some(WorkspacePhase::Available), 1));
+        let still = Workspace { status: Some(status), ..workspace.clone() };
+        let status = *tell(&still, 8, v1::instance_event::Kind::Resumed(v1::Resumed {})).status.unwrap();
+        assert!(!status.conditions.iter().any(|condition| condition.type_ == "Paused"));
+        let end = v1::InstanceEvent { seq: 8, ..ended(&still, v1::EndReason::Fenced, v1::ObjectUse::Released) };
+        let status = *event::apply(&still, &node("a"), &end, false, at(10)).status.unwrap();
+        assert!(!status.conditions.iter().any(|condition| condition.type_ == "Paused"));
+    }
+}
+
+#[test]
+fn what_ran_on_after_it_was_declared_dead_is_said_where_the_disk_was_given_away() {
+    let lost = executing(WorkspacePhase::Available);
+    let event = ended(&lost, v1::EndReason::Fenced, v1::ObjectUse::Released);
+    let mut elsewhere = lost.clone();
+    let status = elsewhere.status.as_mut().unwrap();
+    status.execution.as_mut().unwrap().instance_id = kibo_crds::InstanceId::generate();
+    assert_eq!(event::apply(&elsewhere, &node("a"), &event, false, at(9)), Outcome::default(), "nobody was granted it");
+    let status = elsewhere.status.as_mut().unwrap();
+    status.epoch = Some(Epoch(2));
+    status.holder.as_mut().unwrap().epoch = Epoch(2);
+    let outcome = event::apply(&elsewhere, &node("a"), &event, false, at(9));
+    let status = *outcome.status.unwrap();
+    assert_eq!(condition(&status, "TwoWriters"), ("True", "WrongIsolation"));
+    assert_eq!((status.phase, outcome.notices.len()), (Some(WorkspacePhase::Available), 1));
+    let told = Workspace { status: Some(status), ..elsewhere };
+    assert_eq!(event::apply(&told, &node("a"), &event, false, at(10)), Outcome::default(), "told once");
 }
 
 #[test]
