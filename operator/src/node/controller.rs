@@ -62,6 +62,8 @@ pub struct NodeControl {
 struct Written {
     last: Instant,
     pace: Pace,
+    /// The resourceVersion that the last one made.
+    revision: Option<String>,
 }
 
 impl NodeControl {
@@ -116,23 +118,27 @@ impl NodeControl {
         written.get(id).map(|written| written.pace.wait(Instant::now())).filter(|wait| !wait.is_zero())
     }
 
-    fn note_write(&self, id: &NodeId) {
+    /// Whether it is new: what was decided on an older object than the stored one may be what was written already.
+    fn note_write(&self, id: &NodeId, node: &Node) -> bool {
         let now = Instant::now();
-        let new = || Written { last: now, pace: Pace::new(PACE, WRITES_AT_ONCE, now) };
+        let new = || Written { last: now, pace: Pace::new(PACE, WRITES_AT_ONCE, now), revision: None };
         let mut all = self.written.lock().expect("no holder of this lock panics");
         let written = all.entry(id.clone()).or_insert_with(new);
         written.last = now;
         written.pace.count(now);
+        let before = std::mem::replace(&mut written.revision, node.metadata.resource_version.clone());
+        before != written.revision
     }
 
     /// Writes the status that was decided on for `node`, and says what is new.
     pub async fn write(&self, id: &NodeId, node: &Node, status: NodeStatus) -> Result<Node, WriteError> {
         let written = guarded::replace_status(&self.api(), node, status, self.ctx.term).await;
         let written = written.inspect_err(|error| self.ctx.end_if_overtaken(error))?;
-        metrics::counter!("kibotos_status_writes_total", "kind" => "Node").increment(1);
-        self.note_write(id);
         self.ctx.nodes.observe(&written);
-        announce(id, node, &written, &self.ctx).await;
+        metrics::counter!("kibotos_status_writes_total", "kind" => "Node").increment(1);
+        if self.note_write(id, &written) {
+            announce(id, node, &written, &self.ctx).await;
+        }
         Ok(written)
     }
 }
