@@ -3,7 +3,7 @@
 
 use std::fs::{self, File};
 use std::io::{Read as _, Write as _};
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::process::Stdio;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -19,7 +19,7 @@ use tokio::process::{Child, ChildStdin, Command};
 use super::wait::eventually;
 
 /// How long a program may take to say what is waited for, with guests booting on the same cores.
-const SOON: Duration = Duration::from_secs(40);
+const SOON: Duration = Duration::from_secs(90);
 
 /// A program that runs.
 pub struct Program {
@@ -112,14 +112,18 @@ impl Program {
     pub async fn ended(&mut self) -> Result<i32> {
         let ended = tokio::time::timeout(SOON, self.child.wait()).await;
         let ended = ended.with_context(|| format!("it goes on: {:?} {:?}", self.stdout.text(), self.stderr()))??;
-        // Its last words may not be read yet.
         for reader in self.readers.drain(..) {
-            let read = tokio::task::spawn_blocking(move || reader.join());
-            let read = tokio::time::timeout(SOON, read).await.context("something holds its output open")?;
-            read?.map_err(|_| anyhow!("the reader of its output panicked"))?;
+            last_words(reader).await?;
         }
         ended.code().context("it was killed")
     }
+}
+
+/// Waits until all that an ended program has printed is read.
+async fn last_words(reader: JoinHandle<()>) -> Result<()> {
+    let read = tokio::task::spawn_blocking(move || reader.join());
+    let read = tokio::time::timeout(SOON, read).await.context("something holds its output open")?;
+    read?.map_err(|_| anyhow!("the reader of its output panicked"))
 }
 
 fn pid(child: &Child) -> Result<Pid> {
@@ -130,9 +134,10 @@ fn pid(child: &Child) -> Result<Pid> {
 pub struct Terminal {
     child: Child,
     master: OwnedFd,
-    /// Kept open, so that the terminal outlives the program.
-    slave: OwnedFd,
+    /// Kept open, so that the terminal outlives the program, until that has ended.
+    slave: Option<OwnedFd>,
     said: Said,
+    reader: Option<JoinHandle<()>>,
     before: Termios,
 }
 
@@ -155,8 +160,8 @@ impl Terminal {
             .env("TERM", "xterm-256color");
         at_terminal.stdin(slave.try_clone()?).stdout(slave.try_clone()?).stderr(slave.try_clone()?).kill_on_drop(true);
         let child = at_terminal.spawn().context("failed to run setsid")?;
-        let (said, _) = Said::read(File::from(master.try_clone()?));
-        Ok(Self { child, master, slave, said, before })
+        let (said, reader) = Said::read(File::from(master.try_clone()?));
+        Ok(Self { child, master, slave: Some(slave), said, reader: Some(reader), before })
     }
 
     /// Types.
@@ -167,6 +172,10 @@ impl Terminal {
     /// Gives the window another size.
     pub fn resize(&self, columns: u16, rows: u16) -> Result<()> {
         Ok(tcsetwinsize(&self.master, size(columns, rows))?)
+    }
+
+    fn slave(&self) -> Result<&OwnedFd> {
+        self.slave.as_ref().context("the program at the terminal has ended")
     }
 
     pub async fn says(&self, text: &str) -> Result<()> {
@@ -180,7 +189,7 @@ impl Terminal {
     /// Waits until the program has the terminal to itself.
     pub async fn is_raw(&self) -> Result<()> {
         eventually("the terminal is raw", SOON, || async {
-            let now = tcgetattr(self.slave.as_fd())?;
+            let now = tcgetattr(self.slave()?)?;
             Ok((!now.local_modes.intersects(LocalModes::ECHO | LocalModes::ICANON | LocalModes::ISIG)).then_some(()))
         })
         .await
@@ -196,11 +205,16 @@ impl Terminal {
         Ok(kill_process(Pid::from_raw(id).context("a process")?, signal)?)
     }
 
-    /// Waits for the end; the terminal must then be as it was.
+    /// Waits for the end, of the program and of what it shows; the terminal must then be as it was.
     pub async fn ended(&mut self) -> Result<i32> {
         let ended = tokio::time::timeout(SOON, self.child.wait()).await;
         let ended = ended.with_context(|| format!("it goes on and shows {:?}", self.text()))??;
-        let after = tcgetattr(self.slave.as_fd())?;
+        let after = tcgetattr(self.slave()?)?;
+        // Without it the terminal hangs up, and its reader comes to an end.
+        self.slave = None;
+        if let Some(reader) = self.reader.take() {
+            last_words(reader).await?;
+        }
         ensure!(
             is_alike(&after, &self.before),
             "the terminal was not given back: {:?} before, {:?} after",
