@@ -23,7 +23,7 @@ const ACCOUNT: &str = "e2e-daemon";
 const AUDIENCE: &str = "kibotos-operator";
 const ARGS: [&str; 4] =
     ["--enroll-service-account", "kibotos-system/e2e-daemon", "--enroll-node-label", "e2e.example/host=yes"];
-const SOON: u64 = 30;
+const SOON: u64 = 60;
 
 fn main() -> ExitCode {
     Suite::with_everything()

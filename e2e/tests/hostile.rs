@@ -17,7 +17,7 @@ use kibo_protocol::v1::{self, EndReason, ObjectUse, SessionRefusal, from_node, i
 use kube::ResourceExt as _;
 use serde_json::json;
 
-const SOON: Duration = Duration::from_secs(20);
+const SOON: Duration = Duration::from_secs(60);
 
 fn main() -> ExitCode {
     Suite::with_operator()

@@ -27,7 +27,7 @@ fn main() -> ExitCode {
         .run()
 }
 
-const SOON: u64 = 40;
+const SOON: u64 = 60;
 /// For its supervisor: start it again.
 const ISOLATED: i32 = 3;
 

@@ -36,7 +36,7 @@ fn main() -> ExitCode {
         .run()
 }
 
-const SOON: Duration = Duration::from_secs(30);
+const SOON: Duration = Duration::from_secs(60);
 
 async fn patch(place: &Place, id: &str, spec: Value) -> Result<Node, kube::Error> {
     let api: Api<Node> = place.all();

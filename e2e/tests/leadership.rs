@@ -16,7 +16,7 @@ use kibo_protocol::v1::SessionRefusal;
 use kube::api::{Api, DeleteParams};
 use rustix::process::Signal;
 
-const SOON: Duration = Duration::from_secs(40);
+const SOON: Duration = Duration::from_secs(60);
 
 async fn lease(place: &Place) -> Result<(String, i32)> {
     let api: Api<Lease> = Api::namespaced(place.client(), NAMESPACE);

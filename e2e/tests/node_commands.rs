@@ -14,7 +14,7 @@ use kibo_e2e::suite::{Place, Suite};
 use kibo_protocol::v1::{SessionRefusal, to_node};
 use serde_json::{Value, json};
 
-const SOON: u64 = 20;
+const SOON: u64 = 60;
 
 fn main() -> ExitCode {
     Suite::with_operator()

@@ -14,7 +14,7 @@ use kibo_e2e::suite::{Place, STOP, Suite, execution};
 use serde_json::{Value, json};
 
 /// Seconds that a node's status may take to follow.
-const SOON: u64 = 30;
+const SOON: u64 = 60;
 
 fn main() -> ExitCode {
     Suite::with_everything()

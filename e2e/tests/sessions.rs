@@ -8,15 +8,18 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use kibo_crds::node::{NodePhase, NodeStatus};
 use kibo_crds::{InstanceId, Node, StoragePool};
+use kibo_e2e::local::Component;
+use kibo_e2e::suite::failpoints::Failpoints;
 use kibo_e2e::suite::host::{Host, Session, dial, issue};
-use kibo_e2e::suite::{Place, Suite, eventually};
+use kibo_e2e::suite::{Place, Suite, eventually, played};
+use kibo_failpoint::Action;
 use kibo_protocol::Secret;
 use kibo_protocol::v1::{self, SessionRefusal, from_node, to_node};
 use kube::api::{Api, Patch, PatchParams};
 use serde_json::{Value, json};
 use tonic::Code;
 
-const SOON: Duration = Duration::from_secs(20);
+const SOON: Duration = Duration::from_secs(60);
 
 async fn status(place: &Place, id: &str) -> Result<NodeStatus> {
     Ok(place.all::<Node>().get(id).await?.status.unwrap_or_default())
@@ -323,6 +326,32 @@ async fn a_fleet_comes_at_once(place: Arc<Place>) -> Result<()> {
     eventually("the whole fleet is ready", SOON, ready).await
 }
 
+/// Who sees a node Ready may ask for it by its name, though the operator has still to write down its pool.
+async fn a_start_waits_for_a_new_pool(place: Arc<Place>) -> Result<()> {
+    let points = Failpoints::of(place.cluster(), &Component::Operator)?;
+    points.arm(&["before-pool-registered"], Action::Wait)?;
+    let outcome = start_on_a_new_node(&place, &points).await;
+    points.clear()?;
+    outcome
+}
+
+async fn start_on_a_new_node(place: &Place, points: &Failpoints) -> Result<()> {
+    let host = played::host(place, "newcomer").await?;
+    let mut session = host.session(None).await?;
+    session.confirm(&session.settings()).await?;
+    session.report(&session.settings(), &host.pools).await?;
+    points.all_reached(&["before-pool-registered"], SOON).await?;
+    place.create_workspace("box", json!({ "power": { "state": "Running", "node": "newcomer" } })).await?;
+    let waits = |status: &NodeStatus| {
+        condition(status, "Schedulable") == ("False".to_owned(), "PoolBeingRegistered".to_owned())
+    };
+    let status = becomes(place, "newcomer", "says what it waits for", waits).await?;
+    ensure!(status.phase == Some(NodePhase::Ready), "{:?}", status.phase);
+    points.clear()?;
+    played::run(place, &mut session, "box").await?;
+    Ok(())
+}
+
 fn main() -> ExitCode {
     Suite::with_operator()
         .test("a_token_makes_one_node_once", a_token_makes_one_node_once)
@@ -347,5 +376,6 @@ fn main() -> ExitCode {
         )
         .test("a_fleet_comes_at_once", a_fleet_comes_at_once)
         .test("a_pool_with_another_marker_is_another_pool", a_pool_with_another_marker_is_another_pool)
+        .alone("a_start_on_a_node_that_has_just_come_waits_for_its_pool", a_start_waits_for_a_new_pool)
         .run()
 }

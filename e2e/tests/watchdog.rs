@@ -22,7 +22,7 @@ use serde_json::json;
 /// As the operator is told: a node that is silent for so long is Unreachable. Less than it takes either side to see by
 /// itself that a connection is dead.
 const UNREACHABLE: Duration = Duration::from_secs(6);
-const SOON: u64 = 40;
+const SOON: u64 = 60;
 
 fn main() -> ExitCode {
     let names = format!("--session-name={}", addresses_of_host());

@@ -22,7 +22,7 @@ use super::{Place, secrets};
 use crate::local::NAMESPACE;
 
 /// How long an answer of the operator may take.
-const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 const HEARTBEAT: Duration = Duration::from_millis(500);
 

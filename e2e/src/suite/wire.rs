@@ -22,7 +22,7 @@ use crate::local::NAMESPACE;
 /// After so long a blocked read looks around.
 const LOOK: Duration = Duration::from_millis(500);
 /// How long an answer of the operator may take.
-const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// Bytes in place of a message.
 #[derive(Clone, Debug, Default)]

@@ -34,8 +34,8 @@ use crate::{
     clock::now,
     context::Ctx,
     guarded::{self, WriteError},
-    session::{Pace, hooks::Usage, revision_of, spares_unknown},
-    storage_pool,
+    session::{DeclaredPool, Pace, hooks::Usage, revision_of, spares_unknown},
+    storage_pool::{self, Marker},
     watch::WatchBackoff,
     watchdog::Reach,
 };
@@ -61,9 +61,17 @@ pub struct NodeControl {
 /// The writes of one Node's status.
 struct Written {
     last: Instant,
-    pace: Pace,
     /// The resourceVersion that the last one made.
     revision: Option<String>,
+    /// Of those that follow from what the host says. What the operator writes for reasons of its own (a session, an
+    /// isolation) does not count, or a node with a busy day would not say for minutes how it stands.
+    word: Pace,
+}
+
+impl Written {
+    fn new(now: Instant) -> Self {
+        Self { last: now, revision: None, word: Pace::new(PACE, WRITES_AT_ONCE, now) }
+    }
 }
 
 impl NodeControl {
@@ -82,6 +90,10 @@ impl NodeControl {
         let live = self.ctx.registry.get(id).map(|session| session.view());
         let reach = self.ctx.watchdog.reach(id);
         let refused = self.ctx.registry.refusal(id);
+        let is_new = |pool: &&DeclaredPool| {
+            pool.default && pool.available && self.ctx.pools.marker(&pool.id, &pool.uid) == Marker::Unregistered
+        };
+        let unregistered = live.iter().flat_map(|live| &live.pools).find(is_new).map(|pool| pool.id.clone());
         // A host that says Hello and is refused has no session.
         let is_refused = refused.as_ref().is_some_and(|refused| !refused.duplicate);
         Observed {
@@ -96,6 +108,7 @@ impl NodeControl {
             refused,
             wanted: effective(&node.spec, &self.ctx.overcommit.get()),
             usage: self.usage.of_node(id),
+            unregistered,
             now: now(),
         }
     }
@@ -115,19 +128,22 @@ impl NodeControl {
     /// Time left until the next write of any kind.
     fn held_back(&self, id: &NodeId) -> Option<Duration> {
         let written = self.written.lock().expect("no holder of this lock panics");
-        written.get(id).map(|written| written.pace.wait(Instant::now())).filter(|wait| !wait.is_zero())
+        written.get(id).map(|written| written.word.wait(Instant::now())).filter(|wait| !wait.is_zero())
+    }
+
+    fn with_written<T>(&self, id: &NodeId, note: impl FnOnce(&mut Written, Instant) -> T) -> T {
+        let now = Instant::now();
+        let mut all = self.written.lock().expect("no holder of this lock panics");
+        note(all.entry(id.clone()).or_insert_with(|| Written::new(now)), now)
     }
 
     /// Whether it is new: what was decided on an older object than the stored one may be what was written already.
     fn note_write(&self, id: &NodeId, node: &Node) -> bool {
-        let now = Instant::now();
-        let new = || Written { last: now, pace: Pace::new(PACE, WRITES_AT_ONCE, now), revision: None };
-        let mut all = self.written.lock().expect("no holder of this lock panics");
-        let written = all.entry(id.clone()).or_insert_with(new);
-        written.last = now;
-        written.pace.count(now);
-        let before = std::mem::replace(&mut written.revision, node.metadata.resource_version.clone());
-        before != written.revision
+        self.with_written(id, |written, now| {
+            written.last = now;
+            let before = std::mem::replace(&mut written.revision, node.metadata.resource_version.clone());
+            before != written.revision
+        })
     }
 
     /// Writes the status that was decided on for `node`, and says what is new.
@@ -277,6 +293,7 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
         kibo_failpoint::reach(before).await;
     }
     control.write(&id, &node, status).await?;
+    control.with_written(&id, |written, now| written.word.count(now));
     if let Some((_, after)) = points {
         kibo_failpoint::reach(after).await;
     }

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::SignedDuration};
 use kibo_crds::{
-    ConditionType, Node, condition,
+    ConditionType, Node, PoolId, condition,
     node::{
         Admission, Amounts, NodeClock, NodePhase, NodePool, NodeReport, NodeSession, NodeStatus, Quarantine,
         UnknownInstances,
@@ -75,6 +75,8 @@ pub struct Observed<'a> {
     /// Settings that the spec and the policy ask for.
     pub wanted: Settings,
     pub usage: NodeUsage,
+    /// The node's default pool, while the operator has yet to write down the marker of it.
+    pub unregistered: Option<PoolId>,
     pub now: Time,
 }
 
@@ -428,6 +430,11 @@ fn schedulable(observed: &Observed<'_>, phase: NodePhase, ready: bool) -> Verdic
             return (false, "ClockOff", "the node's clock is off: see the condition ClockSynchronized".to_owned());
         }
         Some(_) => {}
+    }
+    if let Some(pool) = &observed.unregistered {
+        let message =
+            format!("the node's storage pool {pool} is being registered: usually that takes less than a second");
+        return (false, "PoolBeingRegistered", message);
     }
     match live.pools.iter().find(|pool| pool.default) {
         None => (

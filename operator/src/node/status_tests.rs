@@ -80,6 +80,7 @@ fn observed(node: &Node) -> Observed<'_> {
         periods: PERIODS,
         wanted: settings(drain),
         usage: NodeUsage::default(),
+        unregistered: None,
         now: at(100),
     }
 }
@@ -164,6 +165,17 @@ fn drained_needs_the_confirmation_and_a_later_report_and_nothing_left() {
         assert_eq!(status.phase, Some(phase), "{live:?} {usage:?}");
         assert_eq!(condition_of(&status, ConditionType::Schedulable).0, "False");
     }
+}
+
+#[test]
+fn a_new_pool_is_registered_before_its_node_is_schedulable() {
+    let node = node(Some(Admission::Admitted), |_| {});
+    let observed = Observed { live: Some(live(false, None)), ..observed(&node) };
+    assert_eq!(condition_of(&compute(&observed), ConditionType::Schedulable), ("True", "Schedulable"));
+    let observed = Observed { unregistered: Some("local".parse().unwrap()), ..observed };
+    let status = compute(&observed);
+    assert_eq!(condition_of(&status, ConditionType::Schedulable), ("False", "PoolBeingRegistered"));
+    assert_eq!(condition_of(&status, ConditionType::Ready).0, "True");
 }
 
 #[test]

@@ -17,6 +17,8 @@ pub enum Exclusion {
     MemoryTight,
     Selector,
     NotAttached(PoolId),
+    /// A pool that is new to the cluster.
+    PoolBeingRegistered(PoolId),
     PoolUnavailable(PoolId),
     NoDefaultPool,
     PoolFull {
@@ -55,6 +57,7 @@ enum Reason {
     MemoryTight,
     Selector,
     NotAttached(PoolId),
+    PoolBeingRegistered(PoolId),
     PoolUnavailable(PoolId),
     NoDefaultPool,
     PoolFull(PoolId),
@@ -92,6 +95,7 @@ impl Unplaceable {
             Exclusion::MemoryTight => (Reason::MemoryTight, 0, String::new()),
             Exclusion::Selector => (Reason::Selector, 0, String::new()),
             Exclusion::NotAttached(pool) => (Reason::NotAttached(pool), 0, String::new()),
+            Exclusion::PoolBeingRegistered(pool) => (Reason::PoolBeingRegistered(pool), 0, String::new()),
             Exclusion::PoolUnavailable(pool) => (Reason::PoolUnavailable(pool), 0, String::new()),
             Exclusion::NoDefaultPool => (Reason::NoDefaultPool, 0, String::new()),
             Exclusion::PoolFull { pool, free } => (Reason::PoolFull(pool), free.0, String::new()),
@@ -109,6 +113,11 @@ impl Unplaceable {
         }
     }
 
+    /// Whether a node was out only because it is being set up, which ends by itself.
+    pub fn awaits_setup(&self) -> bool {
+        self.reasons.keys().any(|reason| matches!(reason, Reason::NotReady | Reason::PoolBeingRegistered(_)))
+    }
+
     fn clause(&self, reason: &Reason, tally: &Tally) -> String {
         let n = tally.nodes;
         match reason {
@@ -122,6 +131,7 @@ impl Unplaceable {
                 format!("{n} without the labels {}", labels.join(","))
             }
             Reason::NotAttached(pool) => format!("{n} not attached to storage pool {pool}"),
+            Reason::PoolBeingRegistered(pool) => format!("{n} whose storage pool {pool} is being registered"),
             Reason::PoolUnavailable(pool) => format!("{n} that cannot reach storage pool {pool}"),
             Reason::NoDefaultPool => format!("{n} without a default storage pool"),
             Reason::PoolFull(pool) => {

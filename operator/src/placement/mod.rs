@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use kibo_crds::{Bytes, MilliCpu, NodeId, PoolId};
 
 pub use answer::{Exclusion, Unplaceable};
-pub use node::{CandidateNode, CandidatePool, Used};
+pub use node::{CandidateNode, CandidatePool, PoolAccess, Used};
 
 /// How one of several candidates is chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]

@@ -35,10 +35,20 @@ pub struct Used {
 pub struct CandidatePool {
     pub id: PoolId,
     pub default: bool,
-    /// The node reaches it, and it is the pool that the cluster knows by this id.
-    pub available: bool,
+    pub access: PoolAccess,
     /// Free space minus what was promised to images that are not made yet.
     pub free: Option<Bytes>,
+}
+
+/// Whether a node can use a pool that it declares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PoolAccess {
+    /// The node reaches it, and it is the pool that the cluster knows by this id.
+    Reached,
+    /// Nobody declared it before, and the operator is about to write down its marker.
+    BeingRegistered,
+    /// The node does not reach it, or means another one by its id.
+    OutOfReach,
 }
 
 /// Resolution of a share: large enough that one millicore of the largest host shows.
@@ -111,8 +121,10 @@ impl CandidateNode {
                     (self.pools.iter().find(|pool| pool.default).ok_or(Exclusion::NoDefaultPool)?, *size)
                 }
             };
-            if !pool.available {
-                return Err(Exclusion::PoolUnavailable(pool.id.clone()));
+            match pool.access {
+                PoolAccess::Reached => {}
+                PoolAccess::BeingRegistered => return Err(Exclusion::PoolBeingRegistered(pool.id.clone())),
+                PoolAccess::OutOfReach => return Err(Exclusion::PoolUnavailable(pool.id.clone())),
             }
             let claim = claimed.entry(&pool.id).or_default();
             let full = |free| Exclusion::PoolFull { pool: pool.id.clone(), free };

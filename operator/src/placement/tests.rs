@@ -12,7 +12,7 @@ fn pool_id(name: &str) -> PoolId {
 }
 
 fn pool(name: &str, default: bool, free_mib: Option<u32>) -> CandidatePool {
-    CandidatePool { id: pool_id(name), default, available: true, free: free_mib.map(Bytes::mib) }
+    CandidatePool { id: pool_id(name), default, access: PoolAccess::Reached, free: free_mib.map(Bytes::mib) }
 }
 
 fn node(name: &str, cores: u64, mib: u32) -> CandidateNode {
@@ -69,6 +69,22 @@ fn a_pin_is_kept_or_fails() {
         names(&decide(nodes, &[pinned("a"), pinned("b"), pinned("c")], Strategy::Spread)),
         ["node a cannot take it: draining", "b", "node c cannot take it: without a control session"]
     );
+}
+
+#[test]
+fn a_pool_that_is_being_registered_is_worth_waiting_for() {
+    let with = |access| {
+        let mut a = node("a", 4, 4096);
+        a.pools[0].access = access;
+        let pinned = Demand { pin: Some(id("a")), ..demand(1, 512) };
+        decide(vec![a], &[pinned], Strategy::Spread).remove(0).unwrap_err()
+    };
+    let coming = with(PoolAccess::BeingRegistered);
+    assert_eq!(coming.to_string(), "node a cannot take it: whose storage pool local-a is being registered");
+    assert!(coming.awaits_setup());
+    let lost = with(PoolAccess::OutOfReach);
+    assert_eq!(lost.to_string(), "node a cannot take it: that cannot reach storage pool local-a");
+    assert!(!lost.awaits_setup());
 }
 
 #[test]

@@ -244,6 +244,15 @@ impl Registry {
         self.sessions().get(node).cloned()
     }
 
+    /// Whether the session of this node, or of any node, is younger than `age`.
+    pub fn has_opened_within(&self, age: Duration, node: Option<&NodeId>) -> bool {
+        let is_young = |session: &Arc<Session>| session.opened_at.elapsed() < age;
+        match node {
+            Some(node) => self.get(node).is_some_and(|session| is_young(&session)),
+            None => self.sessions().values().any(is_young),
+        }
+    }
+
     fn get_in(&self, node: &NodeId, incarnation: Incarnation) -> Result<Arc<Session>, NoSession> {
         self.get(node).filter(|session| session.incarnation == incarnation).ok_or_else(|| NoSession(node.clone()))
     }

@@ -68,15 +68,17 @@ impl PoolControl {
         written.get(name).and_then(|at| PACE.checked_sub(at.elapsed()))
     }
 
-    /// A node that is being drained may give back what it kept for want of another member, so that each looks again
-    /// when their number has changed and the index shows it.
+    /// A new pool makes its first member a candidate, and a node that is being drained may give back what it kept for
+    /// want of another member: each looks again when their number has changed and the index shows it.
     fn tell_members(&self, pool: &StoragePool) {
         let members = pool.status.iter().flat_map(|status| &status.members);
         let count = members.clone().count();
         let name = pool.metadata.name.clone().unwrap_or_default();
         let before = self.told.lock().expect("no holder of this lock panics").insert(name, count);
-        if before.is_some_and(|before| before != count) {
+        if before != Some(count) {
             members.for_each(|member| self.ctx.nodes.touch(&member.node));
+            // What waits for this pool may be placed now.
+            self.ctx.registry.notify();
         }
     }
 }
@@ -164,6 +166,9 @@ async fn reconcile(pool: Arc<StoragePool>, control: Arc<PoolControl>) -> Result<
         && let Some(left) = control.paced(&name)
     {
         return Ok(Action::requeue(left));
+    }
+    if pool.status.as_ref().is_none_or(|status| status.uid.is_none()) {
+        kibo_failpoint::reach("before-pool-registered").await;
     }
     let api = Api::<StoragePool>::all(control.ctx.client.clone());
     guarded::replace_status(&api, &*pool, status, control.ctx.term).await?;

@@ -6,6 +6,15 @@ use kibo_crds::{
 };
 use kube::runtime::reflector::{ObjectRef, Store};
 
+/// How a marker stands to the pool of its id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Marker {
+    Same,
+    /// Nobody declared the pool before; the first marker becomes its own in a moment.
+    Unregistered,
+    Another,
+}
+
 /// All StoragePools, as the watch shows them.
 #[derive(Clone)]
 pub struct PoolIndex(Store<StoragePool>);
@@ -35,7 +44,17 @@ impl PoolIndex {
 
     /// Whether `uid` is the marker of this pool. A pool that nobody has registered yet has none.
     pub fn has_marker(&self, pool: &PoolId, uid: &str) -> bool {
-        self.with(pool, |status| status.uid.as_deref() == Some(uid)).unwrap_or_default()
+        self.marker(pool, uid) == Marker::Same
+    }
+
+    /// How the marker that a node found stands to the pool that the cluster knows by this id.
+    pub fn marker(&self, pool: &PoolId, uid: &str) -> Marker {
+        match self.with(pool, |status| status.uid.clone()).flatten() {
+            _ if uid.is_empty() => Marker::Another,
+            None => Marker::Unregistered,
+            Some(known) if known == uid => Marker::Same,
+            Some(_) => Marker::Another,
+        }
     }
 
     /// What may be allocated in the pool, when somebody limited it.

@@ -5,4 +5,4 @@ mod index;
 mod status;
 
 pub use controller::{PoolControl, ensure, run};
-pub use index::PoolIndex;
+pub use index::{Marker, PoolIndex};

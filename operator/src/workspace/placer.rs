@@ -11,8 +11,9 @@ use super::{
     world::World,
 };
 use crate::{
-    placement::{self, Assignment, CandidateNode, CandidatePool, Demand, Exclusion, Unplaceable, Used},
-    session::NodeSnapshot,
+    placement::{self, Assignment, CandidateNode, CandidatePool, Demand, Exclusion, PoolAccess, Unplaceable, Used},
+    session::{DeclaredPool, NodeSnapshot},
+    storage_pool::Marker,
 };
 
 /// Requests that came within this time are one batch.
@@ -96,7 +97,7 @@ fn candidates(world: &World, snapshots: &[NodeSnapshot]) -> Vec<CandidateNode> {
             let pools = snapshot.pools.iter().map(|pool| CandidatePool {
                 id: pool.id.clone(),
                 default: pool.default,
-                available: pool.available && world.ctx.pools.has_marker(&pool.id, &pool.uid),
+                access: access(world, pool),
                 free: pool.free.map(|free| free.saturating_sub(promised.get(&pool.id).copied().unwrap_or_default())),
             });
             let since_oldest = |at: std::time::Instant| oldest.map_or(0, |oldest| (at - oldest).as_micros());
@@ -116,6 +117,14 @@ fn candidates(world: &World, snapshots: &[NodeSnapshot]) -> Vec<CandidateNode> {
         }
     });
     nodes
+}
+
+fn access(world: &World, pool: &DeclaredPool) -> PoolAccess {
+    match world.ctx.pools.marker(&pool.id, &pool.uid) {
+        Marker::Same if pool.available => PoolAccess::Reached,
+        Marker::Unregistered if pool.available => PoolAccess::BeingRegistered,
+        _ => PoolAccess::OutOfReach,
+    }
 }
 
 fn closed(snapshot: &NodeSnapshot) -> Option<Exclusion> {

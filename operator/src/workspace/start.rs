@@ -233,8 +233,11 @@ async fn unplaced(
     start: &Start,
     answer: &Unplaceable,
 ) -> Result<Step, StepError> {
-    // The nodes of a new leader may just be on their way.
-    if world.is_settling() && world.expects_nodes() {
+    // The nodes of a new leader may just be on their way, and what a node lacks in a session that has just begun comes
+    // in a moment; whoever sees it Ready may ask for it by its name.
+    if (world.is_settling() && world.expects_nodes())
+        || (answer.awaits_setup() && world.has_new_session(start.request.node.as_ref()))
+    {
         return Ok(Step::After(RETRY));
     }
     let sight = sight(world, workspace, template, volume);

@@ -36,6 +36,8 @@ use crate::{
 const API_CALLS: usize = 64;
 /// A new leader gives every node this long to come back before it says that one is missing.
 const SETTLING: Duration = Duration::from_secs(10);
+/// Settings, clock and pools of a new session are in order much sooner, or its session ends.
+const SET_UP_WITHIN: Duration = Duration::from_secs(20);
 /// A node that refused a start, or did not make it in time, is not asked again for so long.
 const AVOID_FOR: Duration = Duration::from_secs(15);
 
@@ -284,6 +286,11 @@ impl World {
             let snapshot = self.ctx.registry.snapshot_of(node);
             !snapshot.is_some_and(|snapshot| snapshot.is_settled())
         })
+    }
+
+    /// Whether a session is so new that its node may still be being set up: of this node, or of any.
+    pub(super) fn has_new_session(&self, node: Option<&NodeId>) -> bool {
+        self.ctx.registry.has_opened_within(SET_UP_WITHIN, node)
     }
 
     pub fn settled_at(&self) -> Duration {
