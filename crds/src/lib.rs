@@ -15,6 +15,7 @@ mod condition;
 mod counters;
 mod ids;
 mod labels;
+mod moving;
 mod names;
 mod ratio;
 
@@ -34,6 +35,7 @@ pub use condition::{ConditionType, condition, set_condition};
 pub use counters::{Epoch, Incarnation, SequenceNumber, Term};
 pub use ids::{IdError, InstanceId, WorkspaceId};
 pub use labels::{CLUSTER_ID_CONFIG_MAP, FIELD_MANAGER, GROUP, VERSION, VOLUME_FINALIZER, WORKSPACE_FINALIZER};
+pub use moving::{MoveRequest, MoveState, MoveStatus};
 pub use names::{CommandId, NameError, NodeId, ObjectUid, PoolId};
 pub use node::Node;
 pub use overcommit_policy::OvercommitPolicy;

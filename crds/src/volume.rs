@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Bytes, Epoch, InstanceId, PoolId, SizeQuantity, Term,
+    Bytes, Epoch, InstanceId, MoveRequest, MoveStatus, PoolId, SizeQuantity, Term,
     condition::conditions_schema,
     node::{Holder, PreviousHolder},
 };
@@ -30,7 +30,15 @@ use crate::{
     printcolumn(name = "Pool", type_ = "string", json_path = ".status.pool"),
     printcolumn(name = "Workspace", type_ = "string", json_path = ".status.boundTo.name"),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
-    printcolumn(name = "Held-By", type_ = "string", json_path = ".status.holder.node", priority = 1)
+    printcolumn(name = "Held-By", type_ = "string", json_path = ".status.holder.node", priority = 1),
+    validation = Rule::new("(has(self.spec.move) == has(oldSelf.spec.move) && (!has(self.spec.move) || self.spec.move == oldSelf.spec.move)) || !has(self.spec.move) || !(has(self.status) && has(self.status.grantedFor))")
+        .message("a Volume moves only while no Workspace uses it: stop the Workspace that it is bound to first")
+        .reason(Reason::FieldValueForbidden)
+        .field_path(".spec.move"),
+    validation = Rule::new("(has(self.spec.move) == has(oldSelf.spec.move) && (!has(self.spec.move) || self.spec.move == oldSelf.spec.move)) || !has(self.spec.move) || !(has(self.status) && has(self.status.move) && self.status.move.state in ['Copying', 'Removing', 'Cancelling'])")
+        .message("the move before is not finished: wait for status.move.state Finished, or take spec.move away, which cancels it while it is Copying")
+        .reason(Reason::FieldValueForbidden)
+        .field_path(".spec.move"),
 )]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
@@ -46,6 +54,9 @@ pub struct VolumeSpec {
     /// Where its bytes live; absent: the default pool of the node that makes it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<PoolId>,
+    /// A request to move it to another storage pool.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub r#move: Option<MoveRequest>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
@@ -84,6 +95,9 @@ pub struct VolumeStatus {
     pub granted_for: Option<GrantedFor>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bound_to: Option<BoundTo>,
+    /// What became of the newest request to move it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub r#move: Option<MoveStatus>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "conditions_schema")]
     pub conditions: Vec<Condition>,

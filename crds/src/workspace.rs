@@ -8,8 +8,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Bytes, CommandId, CommandRecord, CpuQuantity, Epoch, Incarnation, InstanceId, MemoryQuantity, MilliCpu, NodeId,
-    PoolId, SequenceNumber, SizeQuantity, Term, WorkspaceId,
+    Bytes, CommandId, CommandRecord, CpuQuantity, Epoch, Incarnation, InstanceId, MemoryQuantity, MilliCpu,
+    MoveRequest, MoveStatus, NodeId, PoolId, SequenceNumber, SizeQuantity, Term, WorkspaceId,
     condition::conditions_schema,
     node::{Holder, PreviousHolder},
 };
@@ -59,6 +59,14 @@ use crate::{
         .message("the previous power request is not consumed yet: wait for the condition PowerRequestConsumed (only Force may replace a normal stop, and a stop a start that waits)")
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.power"),
+    validation = Rule::new("(has(self.spec.move) == has(oldSelf.spec.move) && (!has(self.spec.move) || self.spec.move == oldSelf.spec.move)) || !has(self.spec.move) || !(has(self.status) && has(self.status.execution))")
+        .message("a writable layer moves only while the Workspace holds no execution: stop it first")
+        .reason(Reason::FieldValueForbidden)
+        .field_path(".spec.move"),
+    validation = Rule::new("(has(self.spec.move) == has(oldSelf.spec.move) && (!has(self.spec.move) || self.spec.move == oldSelf.spec.move)) || !has(self.spec.move) || !(has(self.status) && has(self.status.move) && self.status.move.state in ['Copying', 'Removing', 'Cancelling'])")
+        .message("the move before is not finished: wait for status.move.state Finished, or take spec.move away, which cancels it while it is Copying")
+        .reason(Reason::FieldValueForbidden)
+        .field_path(".spec.move"),
 )]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
@@ -91,6 +99,9 @@ pub struct WorkspaceSpec {
     /// What the guest's network allows; absent: everything to the outside of its host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<WorkspaceNetwork>,
+    /// A request to move the writable layer to another storage pool.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub r#move: Option<MoveRequest>,
     /// Free text for the Workspace's owner, with a revision of its own.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[schemars(schema_with = "annotations_schema")]
@@ -348,6 +359,9 @@ pub struct WorkspaceStatus {
     /// The writable layer; absent until its first grant.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub writable_layer: Option<LayerStatus>,
+    /// What became of the newest request to move the writable layer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub r#move: Option<MoveStatus>,
     /// The bound Volume.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub volume: Option<BoundVolume>,

@@ -112,7 +112,8 @@ async fn create(cluster: &Cluster, args: Create) -> Result<()> {
     let form = args.output.form();
     let volume: Volume = match (&args.file, args.size) {
         (None, Some(size)) => {
-            let mut volume = Volume::new(&args.name.unwrap_or_default(), VolumeSpec { size, pool: args.pool });
+            let mut volume =
+                Volume::new(&args.name.unwrap_or_default(), VolumeSpec { size, pool: args.pool, r#move: None });
             volume.metadata.labels = (!args.labels.is_empty()).then(|| args.labels.into_iter().collect());
             volume
         }

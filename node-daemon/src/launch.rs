@@ -22,12 +22,59 @@ impl InvalidMessage {
     }
 }
 
-/// Whoever takes an object: one Instance in one life of a node.
+/// Whoever takes an object, in one life of a node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Taker {
     pub node: NodeId,
     pub incarnation: Incarnation,
-    pub instance: InstanceId,
+    #[serde(flatten)]
+    pub by: By,
+}
+
+/// What an object is taken for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum By {
+    /// It runs, and writes.
+    Instance(InstanceId),
+    /// The node itself does something with the files. A grant is for one operation, so its epoch says which one.
+    Operation(Operation),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Operation {
+    Deletion,
+    /// Taken in both pools: where the object is, and where it is copied to.
+    Move,
+}
+
+impl Taker {
+    /// Only its Instance, if it is one.
+    pub fn instance(&self) -> Option<InstanceId> {
+        match self.by {
+            By::Instance(instance) => Some(instance),
+            By::Operation(_) => None,
+        }
+    }
+
+    pub fn is_deletion(&self) -> bool {
+        self.by == By::Operation(Operation::Deletion)
+    }
+
+    pub fn is_move(&self) -> bool {
+        self.by == By::Operation(Operation::Move)
+    }
+}
+
+impl std::fmt::Display for Taker {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.by {
+            By::Instance(instance) => write!(f, "{} as {instance}", self.node),
+            By::Operation(Operation::Deletion) => write!(f, "{} for its deletion", self.node),
+            By::Operation(Operation::Move) => write!(f, "{} for a move", self.node),
+        }
+    }
 }
 
 /// The bytes of a Volume or of a writable layer, without the right to use them.
@@ -81,6 +128,7 @@ impl PredecessorEnd {
 /// Everything that an Instance is made from, with the right to use its objects.
 #[derive(Clone, Debug)]
 pub struct Launch {
+    pub instance: InstanceId,
     pub taker: Taker,
     pub workspace: v1::WorkspaceRef,
     pub cpu: MilliCpu,
@@ -107,7 +155,7 @@ pub struct GrantedVolume {
 
 impl Launch {
     pub fn instance(&self) -> InstanceId {
-        self.taker.instance
+        self.instance
     }
 
     /// Layer first, then the Volumes.
@@ -128,7 +176,8 @@ impl Launch {
             })
             .collect::<Result<_, InvalidMessage>>()?;
         Ok(Self {
-            taker: Taker { node, incarnation, instance: request.instance },
+            instance: request.instance,
+            taker: Taker { node, incarnation, by: By::Instance(request.instance) },
             workspace: request.workspace,
             cpu: request.cpu,
             memory: request.memory,
@@ -317,6 +366,19 @@ mod tests {
         for bad in ["", ".", "..", "../a", "a/b", "A", "a ", ".a", "-a", &"a".repeat(64)] {
             assert!(bad.parse::<RootImageName>().is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn a_taker_is_read_as_older_daemons_wrote_it() {
+        let instance = InstanceId::generate();
+        let text = format!(r#"{{"node":"a","incarnation":3,"instance":"{instance}"}}"#);
+        let taker: Taker = serde_json::from_str(&text).unwrap();
+        assert_eq!(taker.by, By::Instance(instance));
+        assert_eq!(serde_json::to_string(&taker).unwrap(), text);
+        let moves = Taker { by: By::Operation(Operation::Move), ..taker };
+        let text = serde_json::to_string(&moves).unwrap();
+        assert_eq!(text, r#"{"node":"a","incarnation":3,"operation":"move"}"#);
+        assert_eq!(serde_json::from_str::<Taker>(&text).unwrap(), moves);
     }
 
     #[test]

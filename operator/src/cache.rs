@@ -219,7 +219,7 @@ mod tests {
     }
 
     fn volume(uid: &str, version: u64) -> Volume {
-        let mut volume = Volume::new("data", VolumeSpec { size: "1Gi".parse().unwrap(), pool: None });
+        let mut volume = Volume::new("data", VolumeSpec { size: "1Gi".parse().unwrap(), pool: None, r#move: None });
         volume.metadata.namespace = Some("default".into());
         volume.metadata.uid = Some(uid.into());
         volume.metadata.resource_version = Some(version.to_string());

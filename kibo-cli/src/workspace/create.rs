@@ -234,6 +234,7 @@ fn built(args: Create) -> Result<Workspace> {
         power: None,
         node_selector: args.node_selector.into_iter().collect(),
         network: None,
+        r#move: None,
         annotations: args.annotations.into_iter().collect(),
     };
     let mut workspace = Workspace::new("", spec);

@@ -269,11 +269,11 @@ mod tests {
     use kibo_crds::Incarnation;
 
     use super::*;
-    use crate::launch::Taker;
+    use crate::launch::{By, Taker};
 
     fn record(host_boot_id: &str, configured: bool) -> Record {
-        let taker =
-            Taker { node: "n1".parse().unwrap(), incarnation: Incarnation(1), instance: InstanceId::generate() };
+        let by = By::Instance(InstanceId::generate());
+        let taker = Taker { node: "n1".parse().unwrap(), incarnation: Incarnation(1), by };
         let record = serde_json::json!({
             "taker": taker, "hostBootId": host_boot_id, "launch": "", "configured": configured,
         });

@@ -17,7 +17,7 @@ use crate::durable;
 pub const IMAGE: &str = "image.raw";
 const UNFINISHED: &str = "image.raw.new";
 /// A host needs some room for itself; an image never takes the last of it.
-const HEADROOM: Bytes = Bytes::mib(64);
+pub(super) const HEADROOM: Bytes = Bytes::mib(64);
 
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {

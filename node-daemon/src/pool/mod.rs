@@ -11,6 +11,7 @@ mod fence;
 mod image;
 mod lock;
 mod marker;
+mod moving;
 mod object;
 mod record_files;
 mod records;
@@ -30,7 +31,8 @@ use kibo_protocol::v1;
 pub use fence::{Beat, FenceError};
 pub use image::{ImageError, ensure as ensure_image, open as open_image};
 pub use marker::{Marker, MarkerError, init, read as read_marker};
-pub use records::{Conflict, LastTaken};
+pub use moving::{MoveError, Progress};
+pub use records::{Conflict, LastTaken, NotACopy};
 pub use status::PoolStatus;
 
 use crate::config::PoolConfig;
@@ -91,12 +93,26 @@ pub enum PoolError {
     Conflict { uid: ObjectUid, conflict: Conflict },
     #[error("object {0} is in use on this node")]
     InUse(ObjectUid),
+    #[error("what the pool {pool} has of object {uid} is not removed as a copy: {problem}")]
+    NotACopy { uid: ObjectUid, pool: PoolId, problem: NotACopy },
     #[error("failed to list the objects of the pool {pool}: {source}")]
     List { pool: PoolId, source: io::Error },
     #[error(transparent)]
     Fence(FenceError),
     #[error("failed to {action} of object {uid} in the pool {pool}: {source}")]
     Io { action: &'static str, uid: ObjectUid, pool: PoolId, source: io::Error },
+}
+
+impl PoolError {
+    /// The same for the operator.
+    pub fn failure(&self) -> v1::ObjectFailure {
+        match self {
+            Self::Unknown(_) | Self::Unavailable { .. } => v1::ObjectFailure::PoolUnavailable,
+            Self::Conflict { .. } | Self::NotACopy { .. } => v1::ObjectFailure::HolderConflict,
+            Self::InUse(_) | Self::Busy(_) => v1::ObjectFailure::InUse,
+            Self::List { .. } | Self::Fence(_) | Self::Io { .. } => v1::ObjectFailure::Io,
+        }
+    }
 }
 
 /// Why an object was not taken, and what that leaves in the pool.

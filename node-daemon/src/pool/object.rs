@@ -2,14 +2,14 @@
 
 use std::{fs, io, path::Path};
 
-use kibo_crds::{Bytes, Epoch, InstanceId, ObjectUid};
+use kibo_crds::{Bytes, Epoch, ObjectUid};
 use kibo_protocol::v1::ObjectUse;
 
 use super::{
     Pool, PoolError, PoolObject, TakeError, TakeFailure, TakenObject,
     image::{self, ImageError},
     lock::ObjectLock,
-    marker,
+    marker, moving,
     record_files::{self, Kind},
     records::{Conflict, EpochUse, Record, Records, TakeDecision},
 };
@@ -19,17 +19,21 @@ use crate::{
 };
 
 impl Pool {
-    fn io<'e>(&'e self, action: &'static str, uid: &'e ObjectUid) -> impl FnOnce(io::Error) -> PoolError + 'e {
+    pub(super) fn io<'e>(
+        &'e self,
+        action: &'static str,
+        uid: &'e ObjectUid,
+    ) -> impl FnOnce(io::Error) -> PoolError + 'e {
         move |source| PoolError::Io { action, uid: uid.clone(), pool: self.id.clone(), source }
     }
 
-    fn begin(&self, uid: &ObjectUid) -> Result<ObjectLock<'_>, PoolError> {
+    pub(super) fn begin(&self, uid: &ObjectUid) -> Result<ObjectLock<'_>, PoolError> {
         let lock = self.locks.lock(uid).ok_or_else(|| PoolError::Busy(uid.clone()))?;
         self.verify()?;
         Ok(lock)
     }
 
-    fn list(&self, uid: &ObjectUid) -> Result<Records, PoolError> {
+    pub(super) fn list(&self, uid: &ObjectUid) -> Result<Records, PoolError> {
         record_files::list(&self.object_dir(uid)).map_err(self.io("read the holder records", uid))
     }
 
@@ -56,10 +60,10 @@ impl Pool {
         let uid = &granted.object.uid;
         let error = |object_use, cause| TakeError { uid: uid.clone(), epoch: granted.grant.epoch, object_use, cause };
         let _lock = self.begin(uid).map_err(|cause| error(ObjectUse::Held, cause.into()))?;
-        match self.write_taken(granted, Some(taker)) {
+        match self.write_taken(granted, taker) {
             Ok(None) => {}
             Ok(Some(conflict)) => {
-                let object_use = self.withdraw(granted, Some(taker), &conflict);
+                let object_use = self.withdraw(granted, taker, &conflict);
                 return Err(error(object_use, conflict.into()));
             }
             Err(cause) => return Err(error(ObjectUse::Held, cause.into())),
@@ -80,14 +84,14 @@ impl Pool {
     }
 
     /// Writes the record of a grant if nothing stands against it, before and after.
-    fn write_taken(&self, granted: &GrantedObject, taker: Option<&Taker>) -> Result<Option<Conflict>, PoolError> {
+    pub(super) fn write_taken(&self, granted: &GrantedObject, taker: &Taker) -> Result<Option<Conflict>, PoolError> {
         let uid = &granted.object.uid;
         match self.list(uid)?.decide_take(&granted.grant, taker) {
             TakeDecision::Conflict(conflict) => return Ok(Some(conflict)),
             TakeDecision::AlreadyMine => return Ok(None),
             TakeDecision::Write => {}
         }
-        self.write(uid, Kind::Taken, &Record { taker: taker.cloned(), grant: granted.grant })?;
+        self.write(uid, Kind::Taken, &Record { taker: Some(taker.clone()), grant: granted.grant })?;
         match self.list(uid)?.decide_take(&granted.grant, taker) {
             TakeDecision::AlreadyMine => Ok(None),
             TakeDecision::Conflict(conflict) => Ok(Some(conflict)),
@@ -99,7 +103,7 @@ impl Pool {
     }
 
     /// Makes sure that a grant that met a conflict is never taken, also not by a crashed attempt's rest.
-    fn withdraw(&self, granted: &GrantedObject, taker: Option<&Taker>, conflict: &Conflict) -> ObjectUse {
+    pub(super) fn withdraw(&self, granted: &GrantedObject, taker: &Taker, conflict: &Conflict) -> ObjectUse {
         let uid = &granted.object.uid;
         match conflict {
             Conflict::Released(_) => return ObjectUse::Released,
@@ -108,7 +112,7 @@ impl Pool {
             Conflict::TakenByOther { .. } => return ObjectUse::Held,
             Conflict::Superseded { .. } | Conflict::PredecessorHolds { .. } => {}
         }
-        let record = Record { taker: taker.cloned(), grant: granted.grant };
+        let record = Record { taker: Some(taker.clone()), grant: granted.grant };
         match self.write(uid, Kind::Refused, &record) {
             Ok(()) => ObjectUse::Refused,
             Err(error) => {
@@ -199,11 +203,12 @@ impl Pool {
     }
 
     /// Says what became of a grant; one that was not taken is refused for good, and what this node took for an Instance
-    /// that it does not have any more, whose record was lost, is released.
+    /// that it does not have any more, whose record was lost, or for a move that does not go on, is released. A deletion
+    /// is never given up.
     pub fn confirm_not_taken(
         &self,
         granted: &GrantedObject,
-        is_here: impl Fn(InstanceId) -> bool,
+        is_here: impl Fn(&Taker) -> bool,
     ) -> Result<ObjectUse, PoolError> {
         let uid = &granted.object.uid;
         let epoch = granted.grant.epoch;
@@ -213,10 +218,14 @@ impl Pool {
             EpochUse::Held => {
                 let taken = records.0.get(&epoch).and_then(|records| records.taken.as_ref());
                 let taker = taken.and_then(|record| record.taker.as_ref());
-                if taker.is_none_or(|taker| taker.node != self.node || is_here(taker.instance)) {
+                if taker.is_none_or(|taker| taker.node != self.node || taker.is_deletion() || is_here(taker)) {
                     return Ok(ObjectUse::Held);
                 }
-                tracing::warn!(object = %uid, %epoch, ?taker, "releasing what an Instance held that is not here any more");
+                tracing::warn!(object = %uid, %epoch, ?taker, "releasing what somebody held who is not here any more");
+                if taker.is_some_and(Taker::is_move) {
+                    moving::clear(&self.object_dir(uid), None)
+                        .map_err(self.io("clear away the journal of a move", uid))?;
+                }
                 self.write_released(uid, epoch)?;
                 Ok(ObjectUse::Released)
             }
@@ -230,15 +239,15 @@ impl Pool {
     }
 
     /// Removes an object with all its records, under a grant of its own. What does not exist is removed.
-    pub fn delete(&self, granted: &GrantedObject) -> Result<(), PoolError> {
+    pub fn delete(&self, granted: &GrantedObject, taker: &Taker) -> Result<(), PoolError> {
         let uid = &granted.object.uid;
         let _lock = self.begin(uid)?;
         let dir = self.object_dir(uid);
         if !dir.try_exists().map_err(self.io("find the directory", uid))? {
             return Ok(());
         }
-        if let Some(conflict) = self.write_taken(granted, None)? {
-            self.withdraw(granted, None, &conflict);
+        if let Some(conflict) = self.write_taken(granted, taker)? {
+            self.withdraw(granted, taker, &conflict);
             if self.holds_open(uid)? {
                 return Err(PoolError::InUse(uid.clone()));
             }
@@ -259,12 +268,13 @@ impl Pool {
         Ok(())
     }
 
-    /// Whether an Instance of this node has an open record.
+    /// Whether somebody on this node has an open record.
     fn holds_open(&self, uid: &ObjectUid) -> Result<bool, PoolError> {
         let records = self.list(uid)?;
         Ok(records.0.iter().any(|(epoch, of_epoch)| {
             let taker = of_epoch.taken.as_ref().and_then(|record| record.taker.as_ref());
-            records.use_of(*epoch) == EpochUse::Held && taker.is_some_and(|taker| taker.node == self.node)
+            records.use_of(*epoch) == EpochUse::Held
+                && taker.is_some_and(|taker| taker.node == self.node && !taker.is_deletion())
         }))
     }
 

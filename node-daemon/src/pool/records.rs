@@ -16,7 +16,7 @@ use crate::launch::{Grant, PredecessorEnd, Taker};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Record {
-    /// Absent where nobody was to take it: a deletion, a question whether it was taken.
+    /// Absent where nobody was to take it: a question whether it was taken, and deletions of older daemons.
     pub taker: Option<Taker>,
     pub grant: Grant,
 }
@@ -27,6 +27,13 @@ pub struct EpochRecords {
     pub taken: Option<Record>,
     pub released: Option<Record>,
     pub refused: Option<Record>,
+}
+
+impl Record {
+    /// It was taken to be removed.
+    pub fn is_deletion(&self) -> bool {
+        self.taker.as_ref().is_none_or(Taker::is_deletion)
+    }
 }
 
 impl EpochRecords {
@@ -57,10 +64,23 @@ pub enum Conflict {
     Refused(Epoch),
     #[error("epoch {0} was taken and released already")]
     Released(Epoch),
-    #[error("epoch {epoch} is taken by {} as {}", taker.node, taker.instance)]
+    #[error("epoch {epoch} is taken by {taker}")]
     TakenByOther { epoch: Epoch, taker: Box<Taker> },
     #[error("epoch {epoch} is not released by {holder}, and the grant does not say that this holder is dead")]
     PredecessorHolds { epoch: Epoch, holder: String },
+}
+
+/// Why an image is not removed as what a move left over.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotACopy {
+    #[error("it has a record of the later epoch {0}")]
+    Newer(Epoch),
+    #[error("it has an image and no record that a move made it")]
+    NoRecord,
+    #[error("the move of epoch {0} has ended, and this is the object")]
+    IsTheObject(Epoch),
+    #[error("it was taken in epoch {epoch} by {taker}")]
+    TakenBy { epoch: Epoch, taker: String },
 }
 
 /// What a node that was granted an object may do.
@@ -85,7 +105,7 @@ impl Records {
     fn open_predecessor(&self, grant: &Grant, is_deletion: bool) -> Option<(Epoch, &EpochRecords)> {
         let below = self.0.range(..grant.epoch).rev().map(|(epoch, records)| (*epoch, records));
         below.into_iter().find(|(epoch, records)| {
-            let both_delete = is_deletion && records.taken.as_ref().is_some_and(|record| record.taker.is_none());
+            let both_delete = is_deletion && records.taken.as_ref().is_some_and(Record::is_deletion);
             records.is_open() && !both_delete && !self.is_declared_dead(*epoch, grant)
         })
     }
@@ -93,14 +113,12 @@ impl Records {
     fn predecessor_conflict(&self, grant: &Grant, is_deletion: bool) -> Option<Conflict> {
         let (epoch, records) = self.open_predecessor(grant, is_deletion)?;
         let taker = records.taken.as_ref().and_then(|record| record.taker.as_ref());
-        let holder =
-            taker.map_or_else(|| "a deletion".to_owned(), |taker| format!("{} as {}", taker.node, taker.instance));
+        let holder = taker.map_or_else(|| "a deletion".to_owned(), ToString::to_string);
         Some(Conflict::PredecessorHolds { epoch, holder })
     }
 
-    /// Whether this grant may be taken, seen before and again after the record was written; without a
-    /// taker it is a deletion's.
-    pub fn decide_take(&self, grant: &Grant, taker: Option<&Taker>) -> TakeDecision {
+    /// Whether this grant may be taken, seen before and again after the record was written.
+    pub fn decide_take(&self, grant: &Grant, taker: &Taker) -> TakeDecision {
         if let Some((found, _)) = self.0.range(Epoch(grant.epoch.0 + 1)..).next_back() {
             return TakeDecision::Conflict(Conflict::Superseded { granted: grant.epoch, found: *found });
         }
@@ -111,13 +129,15 @@ impl Records {
         if own.released.is_some() {
             return TakeDecision::Conflict(Conflict::Released(grant.epoch));
         }
-        if let Some(other) = own.taken.as_ref().filter(|record| record.taker.as_ref() != taker) {
-            let Some(other) = other.taker.clone() else {
+        let is_mine =
+            |record: &Record| record.taker.as_ref() == Some(taker) || (record.is_deletion() && taker.is_deletion());
+        if let Some(other) = own.taken.as_ref().filter(|record| !is_mine(record)) {
+            let Some(other) = other.taker.clone().filter(|_| !other.is_deletion()) else {
                 return TakeDecision::Conflict(Conflict::Superseded { granted: grant.epoch, found: grant.epoch });
             };
             return TakeDecision::Conflict(Conflict::TakenByOther { epoch: grant.epoch, taker: Box::new(other) });
         }
-        if let Some(conflict) = self.predecessor_conflict(grant, taker.is_none()) {
+        if let Some(conflict) = self.predecessor_conflict(grant, taker.is_deletion()) {
             return TakeDecision::Conflict(conflict);
         }
         if own.taken.is_some() { TakeDecision::AlreadyMine } else { TakeDecision::Write }
@@ -139,6 +159,27 @@ impl Records {
         let nobody = Grant { epoch: *epoch, predecessor: Epoch(0), predecessor_end: PredecessorEnd::Released };
         let holds = records.is_open() && !self.is_declared_dead(*epoch, &nobody);
         Some(LastTaken { epoch: *epoch, record: records.taken.clone()?, holds })
+    }
+
+    /// Whether what lies here is a copy that a move made, up to this epoch, and that did not become the object, or is it no
+    /// more. Who becomes the object is released by its move, and taken by others later.
+    pub fn decide_discard(&self, epoch: Epoch, has_image: bool) -> Result<(), NotACopy> {
+        if let Some((found, _)) = self.0.range(Epoch(epoch.0.saturating_add(1))..).next_back() {
+            return Err(NotACopy::Newer(*found));
+        }
+        let last = self.0.iter().rev().find_map(|(epoch, records)| Some((*epoch, records, records.taken.as_ref()?)));
+        match last {
+            None if has_image => Err(NotACopy::NoRecord),
+            None => Ok(()),
+            Some((epoch, records, taken)) => match &taken.taker {
+                Some(taker) if taker.is_move() && records.released.is_none() => Ok(()),
+                Some(taker) if taker.is_move() => Err(NotACopy::IsTheObject(epoch)),
+                taker => {
+                    let taker = taker.as_ref().map_or_else(|| "a deletion".to_owned(), ToString::to_string);
+                    Err(NotACopy::TakenBy { epoch, taker })
+                }
+            },
+        }
     }
 
     /// Epochs that no decision needs any more once `epoch` was taken rightly; the lowest first.
@@ -171,11 +212,12 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::launch::{By, Operation};
 
     fn taker(node: &str) -> Taker {
         // One Instance for each node and test: the same id again is the same Instance.
         let instance = format!("inst-0000000000000000000000000{}", node.len() % 10).parse().unwrap();
-        Taker { node: node.parse().unwrap(), incarnation: Incarnation(1), instance }
+        Taker { node: node.parse().unwrap(), incarnation: Incarnation(1), by: By::Instance(instance) }
     }
 
     fn grant(epoch: u64, predecessor: u64, predecessor_end: PredecessorEnd) -> Grant {
@@ -284,9 +326,28 @@ mod tests {
             ("a withdrawn record holds nothing", &[(first, Withdrawn("bb"))], grant(2, 1, End::Refused), "write"),
         ];
         for (what, on_disk, grant, expected) in table {
-            let decision = records(on_disk).decide_take(grant, Some(&taker("a")));
+            let decision = records(on_disk).decide_take(grant, &taker("a"));
             assert_eq!(conflict(&decision), *expected, "{what}");
         }
+    }
+
+    #[test]
+    fn only_what_a_move_left_over_is_a_copy() {
+        let first = grant(1, 0, PredecessorEnd::None);
+        let moved = Record { taker: Some(Taker { by: By::Operation(Operation::Move), ..taker("a") }), grant: first };
+        let mut copy = Records::default();
+        copy.0.entry(Epoch(1)).or_default().taken = Some(moved.clone());
+        assert_eq!(copy.decide_discard(Epoch(1), true), Ok(()));
+        assert_eq!(copy.decide_discard(Epoch(7), true), Ok(()), "an older one");
+        let mut object = copy.clone();
+        object.0.entry(Epoch(1)).or_default().released = Some(moved);
+        assert_eq!(object.decide_discard(Epoch(7), true), Err(NotACopy::IsTheObject(Epoch(1))));
+        let mut newer = copy;
+        newer.0.extend(records(&[(grant(2, 1, PredecessorEnd::Isolated), On::Taken("a"))]).0);
+        assert_eq!(newer.decide_discard(Epoch(1), true), Err(NotACopy::Newer(Epoch(2))));
+        assert!(matches!(newer.decide_discard(Epoch(2), true), Err(NotACopy::TakenBy { .. })));
+        assert_eq!(Records::default().decide_discard(Epoch(1), true), Err(NotACopy::NoRecord));
+        assert_eq!(Records::default().decide_discard(Epoch(1), false), Ok(()), "half made, or half removed");
     }
 
     #[test]
@@ -317,8 +378,8 @@ mod tests {
     fn the_same_node_with_another_instance_is_another_taker() {
         let first = grant(1, 0, PredecessorEnd::None);
         let records = records(&[(first, On::Taken("a"))]);
-        let other = Taker { instance: InstanceId::generate(), ..taker("a") };
-        assert_eq!(conflict(&records.decide_take(&first, Some(&other))), "other");
+        let other = Taker { by: By::Instance(InstanceId::generate()), ..taker("a") };
+        assert_eq!(conflict(&records.decide_take(&first, &other)), "other");
     }
 
     /// A history of grants as the leader gives them: the next only when the last has ended in some way.
@@ -348,17 +409,17 @@ mod tests {
             }
             let records = records(&entries);
             let next = grant(epoch + 1, epoch, end);
-            prop_assert_eq!(records.decide_take(&next, Some(&taker("a"))), TakeDecision::Write);
+            prop_assert_eq!(records.decide_take(&next, &taker("a")), TakeDecision::Write);
             // The same with a leader that takes the last holder for released though it is not.
             if end == PredecessorEnd::Isolated {
                 let wrong = grant(epoch + 1, epoch, PredecessorEnd::Released);
-                let decision = records.decide_take(&wrong, Some(&taker("a")));
+                let decision = records.decide_take(&wrong, &taker("a"));
                 prop_assert_eq!(conflict(&decision), "predecessor");
             }
             // No grant of the past can be taken any more.
             for past in 1..=epoch {
                 let again = grant(past, past - 1, PredecessorEnd::Isolated);
-                let decision = records.decide_take(&again, Some(&taker("a")));
+                let decision = records.decide_take(&again, &taker("a"));
                 prop_assert!(matches!(decision, TakeDecision::Conflict(_)), "{:?}", decision);
             }
         }

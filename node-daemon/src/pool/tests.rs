@@ -8,7 +8,7 @@ use super::{
     records::Record,
     *,
 };
-use crate::launch::{Grant, GrantedObject, Object, PredecessorEnd, Taker};
+use crate::launch::{By, Grant, GrantedObject, Object, Operation, PredecessorEnd, Taker};
 
 const UID: &str = "6f9619ff-8b86-d011-b42d-00c04fc964ff";
 
@@ -57,7 +57,11 @@ fn object(epoch: u64, predecessor_end: PredecessorEnd) -> GrantedObject {
 }
 
 fn taker(node: &str) -> Taker {
-    Taker { node: node.parse().unwrap(), incarnation: Incarnation(1), instance: InstanceId::generate() }
+    Taker { node: node.parse().unwrap(), incarnation: Incarnation(1), by: By::Instance(InstanceId::generate()) }
+}
+
+fn deletion(node: &str) -> Taker {
+    Taker { by: By::Operation(Operation::Deletion), ..taker(node) }
 }
 
 #[test]
@@ -223,13 +227,13 @@ fn closing_releases_only_the_own_take() {
 fn a_deleted_object_leaves_nothing() {
     let setup = Setup::new();
     let pool = setup.on("a");
-    pool.delete(&object(1, PredecessorEnd::None)).unwrap();
+    pool.delete(&object(1, PredecessorEnd::None), &deletion("a")).unwrap();
     let taken = pool.take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
-    assert!(matches!(pool.delete(&object(2, PredecessorEnd::Released)), Err(PoolError::InUse(_))));
+    assert!(matches!(pool.delete(&object(2, PredecessorEnd::Released), &deletion("a")), Err(PoolError::InUse(_))));
     pool.release(&taken.uid, taken.epoch).unwrap();
-    pool.delete(&object(3, PredecessorEnd::Refused)).unwrap();
+    pool.delete(&object(3, PredecessorEnd::Refused), &deletion("a")).unwrap();
     assert!(!setup.object_dir().exists());
-    pool.delete(&object(3, PredecessorEnd::Refused)).unwrap();
+    pool.delete(&object(3, PredecessorEnd::Refused), &deletion("a")).unwrap();
 }
 
 /// Killed between any two steps of a deletion: the same command, also with a newer grant, ends it.
@@ -266,7 +270,7 @@ fn a_deletion_that_was_killed_anywhere_is_taken_up() {
             fs::create_dir(setup.object_dir()).unwrap();
             step(&setup.object_dir());
             let end = if epoch == 2 { PredecessorEnd::Released } else { PredecessorEnd::Refused };
-            setup.on("a").delete(&object(epoch, end)).unwrap_or_else(|error| panic!("{what}: {error}"));
+            setup.on("a").delete(&object(epoch, end), &deletion("a")).unwrap_or_else(|error| panic!("{what}: {error}"));
             assert!(!setup.object_dir().exists(), "{what}");
         }
     }

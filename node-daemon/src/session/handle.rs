@@ -5,7 +5,7 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use kibo_crds::{Incarnation, InstanceId};
+use kibo_crds::{Incarnation, PoolId};
 use kibo_protocol::v1::{self, fence_seen, from_node, to_node::Message};
 use tokio_util::sync::CancellationToken;
 
@@ -13,7 +13,7 @@ use super::{
     ack,
     backoff::End,
     control::InstanceControl,
-    live,
+    live, moves,
     node::Node,
     outbox::Outbox,
     settle::{NotHere, settle},
@@ -23,7 +23,7 @@ use crate::{
     admission::Settings,
     clock::BootTime,
     instance::StopMode,
-    launch::{GrantedObject, InvalidMessage, Launch, LaunchRequest, Taker, instance_id},
+    launch::{By, GrantedObject, InvalidMessage, Launch, LaunchRequest, Operation, Taker, instance_id},
     pool::{Beat, PoolError, Pools},
 };
 
@@ -69,8 +69,8 @@ impl<I: InstanceControl> Handler<I> {
         });
     }
 
-    fn taker(&self, instance: InstanceId) -> Taker {
-        Taker { node: self.node.id.clone(), incarnation: self.incarnation, instance }
+    fn taker(&self, by: By) -> Taker {
+        Taker { node: self.node.id.clone(), incarnation: self.incarnation, by }
     }
 
     fn launch(&self, message: Option<v1::Launch>) -> Result<Launch, InvalidMessage> {
@@ -132,7 +132,7 @@ impl<I: InstanceControl> Handler<I> {
     fn not_here(&self, launch: Launch, message: String) {
         let objects = launch.objects().cloned().collect();
         let workspace_uid = launch.workspace.uid;
-        settle(&self.node, NotHere { taker: launch.taker, workspace_uid, objects, message });
+        settle(&self.node, NotHere { instance: launch.instance, taker: launch.taker, workspace_uid, objects, message });
     }
 
     /// Does what a message says. An error ends the session.
@@ -176,6 +176,8 @@ impl<I: InstanceControl> Handler<I> {
                     stream.cancel();
                 }
             }
+            Some(Message::MoveObject(order)) => self.move_object(&order),
+            Some(Message::DiscardCopy(discard)) => self.discard_copy(discard),
             // Of a newer operator: it knows from the version that this node cannot do it.
             None => {
                 tracing::debug!("a message of an unknown kind is ignored");
@@ -259,7 +261,8 @@ impl<I: InstanceControl> Handler<I> {
         // A Workspace's own object, its writable layer, comes first.
         let workspace_uid = stop.objects.first().map(|object| object.uid.clone()).unwrap_or_default();
         let message = "it was to be stopped and does not run here".into();
-        settle(&self.node, NotHere { taker: self.taker(instance), workspace_uid, objects, message });
+        let taker = self.taker(By::Instance(instance));
+        settle(&self.node, NotHere { instance, taker, workspace_uid, objects, message });
     }
 
     fn tear_down(&self, tear_down: &v1::TearDown) {
@@ -290,10 +293,13 @@ impl<I: InstanceControl> Handler<I> {
             Err(error) => return tracing::error!(command = command_id, %error, "a command cannot be understood"),
         };
         let (node, outbox) = (Arc::clone(&self.node), self.outbox.clone());
+        let deletion = self.taker(By::Operation(Operation::Deletion));
         tokio::task::spawn_blocking(move || {
             let result = node.pools.get(&granted.object.pool).and_then(|pool| match command {
-                Command::Delete => pool.delete(&granted).map(|()| v1::ObjectUse::Released),
-                Command::ConfirmNotTaken => pool.confirm_not_taken(&granted, |instance| node.is_listed(instance)),
+                Command::Delete => pool.delete(&granted, &deletion).map(|()| v1::ObjectUse::Released),
+                Command::ConfirmNotTaken => {
+                    pool.confirm_not_taken(&granted, |taker| node.is_here(&granted.object.uid, taker))
+                }
             });
             if let Err(error) = &result {
                 tracing::warn!(object = %granted.object.uid, %error, "a command on an object failed");
@@ -302,6 +308,41 @@ impl<I: InstanceControl> Handler<I> {
                 node.instances.forget_log(&granted.object.uid);
             }
             outbox.send(from_node::Message::ObjectResult(object_result(command_id, &granted, result)));
+        });
+    }
+
+    fn move_object(&self, order: &v1::MoveObject) {
+        let missing = || InvalidMessage { field: "object", problem: "it is missing".into() };
+        let granted = order.object.as_ref().ok_or_else(missing).and_then(GrantedObject::try_from);
+        let to = order.to_pool.parse::<PoolId>();
+        let (granted, to) = match (granted, to) {
+            (Ok(granted), Ok(to)) => (granted, to),
+            (Err(error), _) => return tracing::error!(%error, "an order to move cannot be understood"),
+            (_, Err(error)) => return tracing::error!(%error, "an order to move cannot be understood"),
+        };
+        let taker = self.taker(By::Operation(Operation::Move));
+        moves::start(&self.node, &self.outbox, moves::Order { granted, to, taker });
+    }
+
+    fn discard_copy(&self, discard: v1::DiscardCopy) {
+        let missing = || InvalidMessage { field: "object", problem: "it is missing".into() };
+        let granted = match discard.object.as_ref().ok_or_else(missing).and_then(GrantedObject::try_from) {
+            Ok(granted) => granted,
+            Err(error) => return tracing::error!(%error, "an order to discard a copy cannot be understood"),
+        };
+        let (node, outbox) = (Arc::clone(&self.node), self.outbox.clone());
+        tokio::spawn(async move {
+            let (uid, epoch) = (granted.object.uid.clone(), granted.grant.epoch);
+            node.moves.stop(&uid, epoch).await;
+            let (pools, pool) = (Arc::clone(&node.pools), granted.object.pool.clone());
+            let discarded =
+                tokio::task::spawn_blocking(move || pools.get(&pool).and_then(|pool| pool.discard_copy(&uid, epoch)));
+            let Ok(discarded) = discarded.await else { return };
+            if let Err(error) = &discarded {
+                tracing::warn!(object = %granted.object.uid, %error, "a copy was not removed");
+            }
+            let result = discarded.map(|()| v1::ObjectUse::Unspecified);
+            outbox.send(from_node::Message::ObjectResult(object_result(discard.command_id, &granted, result)));
         });
     }
 
@@ -362,13 +403,7 @@ fn object_result(
     match result {
         Ok(object_use) => v1::ObjectResult { ok: true, r#use: object_use.into(), ..answer },
         Err(error) => {
-            let failure = match &error {
-                PoolError::Unknown(_) | PoolError::Unavailable { .. } => v1::ObjectFailure::PoolUnavailable,
-                PoolError::Conflict { .. } => v1::ObjectFailure::HolderConflict,
-                PoolError::InUse(_) | PoolError::Busy(_) => v1::ObjectFailure::InUse,
-                PoolError::List { .. } | PoolError::Fence(_) | PoolError::Io { .. } => v1::ObjectFailure::Io,
-            };
-            v1::ObjectResult { ok: false, failure: failure.into(), message: error.to_string(), ..answer }
+            v1::ObjectResult { ok: false, failure: error.failure().into(), message: error.to_string(), ..answer }
         }
     }
 }

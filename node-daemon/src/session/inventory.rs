@@ -67,6 +67,7 @@ fn message(pool: String, object: PoolObject) -> v1::InventoryObject {
     let held = object.last.as_ref().is_some_and(|last| last.holds);
     // A deletion takes an object for nobody; it holds nothing that could be lost.
     let last = object.last.and_then(|last| Some((last.epoch, last.record.taker?)));
+    let last = last.filter(|(_, taker)| !taker.is_deletion());
     v1::InventoryObject {
         pool,
         uid: object.uid.to_string(),
@@ -76,7 +77,7 @@ fn message(pool: String, object: PoolObject) -> v1::InventoryObject {
             epoch: epoch.0,
             node_id: taker.node.to_string(),
             incarnation: taker.incarnation.0,
-            instance_id: taker.instance.to_string(),
+            instance_id: taker.instance().map(|instance| instance.to_string()).unwrap_or_default(),
         }),
         size_bytes: object.size.map(|size| size.0),
     }

@@ -10,6 +10,7 @@ mod handle;
 mod hello;
 mod inventory;
 mod live;
+mod moves;
 mod node;
 mod outbox;
 mod report;

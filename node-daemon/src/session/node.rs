@@ -6,18 +6,21 @@ use std::{
     time::Duration,
 };
 
-use kibo_crds::{Incarnation, InstanceId, NodeId};
+use kibo_crds::{Incarnation, InstanceId, NodeId, ObjectUid};
 use kibo_protocol::v1;
 
-use super::{control::InstanceControl, streams::OpenStreams};
+use super::{control::InstanceControl, moves::Moves, streams::OpenStreams};
 use crate::{
     admission::Admission,
     config::Config,
+    launch::Taker,
     pool::Pools,
     spool::EventSpool,
     state::{NodeState, StateDir},
 };
 
+/// So long an isolated node waits for its moves to stop.
+const MOVES_LIMIT: Duration = Duration::from_secs(10);
 /// Whatever an operator says.
 const LONGEST_RETURN: Duration = Duration::from_secs(60);
 
@@ -45,6 +48,7 @@ pub struct Node<I> {
     pub(super) admission: Admission,
     pub(super) instances: I,
     pub(super) streams: OpenStreams,
+    pub(super) moves: Moves,
     settling: Mutex<HashSet<InstanceId>>,
     pace: Mutex<Pace>,
 }
@@ -62,8 +66,8 @@ impl<I: InstanceControl> Node<I> {
         let NodeParts { id, boot_id, config, dir, state, pools, spool, instances } = parts;
         let admission = Admission::new(config.resources, config.images.dir.clone(), Arc::clone(&pools));
         let (settling, pace) = (Mutex::default(), Mutex::default());
-        let streams = OpenStreams::default();
-        Self { id, boot_id, config, dir, state, pools, spool, admission, instances, streams, settling, pace }
+        let (streams, moves) = (OpenStreams::default(), Moves::default());
+        Self { id, boot_id, config, dir, state, pools, spool, admission, instances, streams, moves, settling, pace }
     }
 
     /// Marks an Instance whose grants are being closed; `false` when it is marked already.
@@ -83,6 +87,14 @@ impl<I: InstanceControl> Node<I> {
 
     pub(super) fn is_listed(&self, instance: InstanceId) -> bool {
         self.instances.list().iter().any(|summary| summary.id == instance)
+    }
+
+    /// Whether whoever took an object is at work on this host.
+    pub(super) fn is_here(&self, object: &ObjectUid, taker: &Taker) -> bool {
+        match taker.instance() {
+            Some(instance) => self.is_listed(instance),
+            None => taker.is_move() && self.moves.is_running(object),
+        }
     }
 
     /// The operator took this node, and said over how long a time its fleet is to return after the session.
@@ -111,7 +123,13 @@ impl<I: InstanceControl> Node<I> {
     /// An operator asserted that this node is dead, and others may use what it held: make it true.
     pub(super) async fn isolate(&self) {
         tracing::error!(incarnation = ?self.incarnation(), "this node was isolated: all its Instances are destroyed");
+        let moves = tokio::time::timeout(MOVES_LIMIT, self.moves.stop_all()).await;
         self.instances.destroy_all(v1::EndReason::Isolated, "this node was isolated").await;
+        if moves.is_err() {
+            // As with Instances below: the next daemon is refused with this life too, and has no moves.
+            tracing::error!("a move does not stop: see whether a pool hangs");
+            return;
+        }
         let left = self.instances.list().iter().filter(|it| it.state != v1::InstanceState::Ended).count();
         if left > 0 {
             // With this life the next daemon is refused again, and goes on destroying; without it, it would be taken for

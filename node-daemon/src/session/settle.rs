@@ -19,6 +19,7 @@ const RETRY_LONGEST: Duration = Duration::from_secs(30);
 /// An Instance that this node does not run and never will.
 #[derive(Clone, Debug)]
 pub struct NotHere {
+    pub instance: InstanceId,
     pub taker: Taker,
     pub workspace_uid: String,
     pub objects: Vec<GrantedObject>,
@@ -27,7 +28,7 @@ pub struct NotHere {
 
 /// Closes and tells in the background, for as long as a pool does not answer.
 pub fn settle<I: InstanceControl>(node: &Arc<Node<I>>, not_here: NotHere) {
-    let instance = not_here.taker.instance;
+    let instance = not_here.instance;
     if !node.begin_settling(instance) {
         return;
     }
@@ -59,7 +60,7 @@ enum SettleError {
 }
 
 fn try_settle(pools: &Pools, spool: &EventSpool, not_here: &NotHere) -> Result<(), SettleError> {
-    let instance: InstanceId = not_here.taker.instance;
+    let instance = not_here.instance;
     let mut objects = Vec::new();
     let mut was_taken = false;
     for granted in &not_here.objects {

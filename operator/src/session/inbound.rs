@@ -13,6 +13,7 @@ pub fn bound(message: &mut Message) {
         Message::Refuse(refuse) => text(&mut refuse.message),
         Message::ObjectResult(result) => text(&mut result.message),
         Message::StreamRefused(refused) => text(&mut refused.message),
+        Message::MoveProgress(progress) => text(&mut progress.message),
         Message::FenceSeen(v1::FenceSeen { result: Some(v1::fence_seen::Result::Problem(problem)), .. }) => {
             text(problem);
         }

@@ -179,7 +179,14 @@ fn is_act(message: &to_node::Message) -> bool {
     use to_node::Message as M;
     matches!(
         message,
-        M::Go(_) | M::Stop(_) | M::TearDown(_) | M::EventAck(_) | M::DeleteObject(_) | M::ConfirmNotTaken(_)
+        M::Go(_)
+            | M::Stop(_)
+            | M::TearDown(_)
+            | M::EventAck(_)
+            | M::DeleteObject(_)
+            | M::ConfirmNotTaken(_)
+            | M::MoveObject(_)
+            | M::DiscardCopy(_)
     )
 }
 

@@ -258,7 +258,7 @@ async fn create_volume(world: &World, workspace: &Workspace) -> Result<Step, Ste
         return Ok(Step::Rest);
     };
     let key = Key::of(workspace);
-    let mut volume = Volume::new(&key.name, VolumeSpec { size: new.size, pool: new.pool });
+    let mut volume = Volume::new(&key.name, VolumeSpec { size: new.size, pool: new.pool, r#move: None });
     volume.metadata = ObjectMeta {
         name: Some(key.name.clone()),
         labels: Some([(CREATED_FOR.to_owned(), workspace.uid().unwrap_or_default())].into()),

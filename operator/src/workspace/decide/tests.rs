@@ -108,6 +108,7 @@ pub(super) fn workspace() -> Workspace {
             power: None,
             node_selector: BTreeMap::default(),
             network: None,
+            r#move: None,
             annotations: BTreeMap::default(),
         },
     );
@@ -573,7 +574,7 @@ fn a_layer_that_somebody_holds_is_settled_or_said() {
 }
 
 fn volume(bound: Option<&str>, created_for: Option<&str>) -> Volume {
-    let mut volume = Volume::new("data", VolumeSpec { size: "1Gi".parse().unwrap(), pool: None });
+    let mut volume = Volume::new("data", VolumeSpec { size: "1Gi".parse().unwrap(), pool: None, r#move: None });
     volume.metadata.uid = Some("22222222-2222-2222-2222-222222222222".into());
     volume.metadata.labels =
         created_for.map(|uid| [(crate::workspace::sight::CREATED_FOR.to_owned(), uid.to_owned())].into());

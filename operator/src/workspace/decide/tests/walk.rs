@@ -216,7 +216,8 @@ impl Sim {
             }
             Action::CreateVolume => {
                 self.step()?;
-                let mut volume = Volume::new("demo", VolumeSpec { size: "1Gi".parse().unwrap(), pool: None });
+                let mut volume =
+                    Volume::new("demo", VolumeSpec { size: "1Gi".parse().unwrap(), pool: None, r#move: None });
                 volume.metadata.uid = Some(VOLUME_UID.into());
                 volume.metadata.labels = Some([(CREATED_FOR.to_owned(), UID.to_owned())].into());
                 volume.metadata.finalizers = Some(vec![VOLUME_FINALIZER.into()]);

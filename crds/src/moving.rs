@@ -1,0 +1,97 @@
+//! Moving an object (a Volume, a writable layer) to another storage pool.
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kube::KubeSchema;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::{Bytes, CommandId, Epoch, Incarnation, NodeId, PoolId};
+
+/// One request to move an object. Taking it away cancels it, as long as the object is still where it was.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(
+    validation = Rule::new("!has(self.requestId) || !has(oldSelf.requestId) || self.requestId != oldSelf.requestId || self == oldSelf")
+        .message("move.requestId was already used with another pool: choose a new requestId")
+        .reason(Reason::FieldValueForbidden),
+)]
+pub struct MoveRequest {
+    /// The pool that the object is to be in.
+    pub to: PoolId,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request_id: Option<CommandId>,
+}
+
+/// What became of the newest request.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct MoveStatus {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request_id: Option<CommandId>,
+    pub to: PoolId,
+    pub state: MoveState,
+    /// Where the object was when the move began.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from: Option<PoolId>,
+    /// The node that copies, and that removes what is left over.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub node: Option<NodeId>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub incarnation: Option<Incarnation>,
+    /// Of the grant under which it is copied; what is left over in a pool is of this epoch or an older one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epoch: Option<Epoch>,
+    /// The pool with bytes that have to be removed yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub leftover: Option<PoolId>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub copied_bytes: Option<Bytes>,
+    /// What the image occupies; its size may be larger.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub total_bytes: Option<Bytes>,
+    pub started_at: Time,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub finished_at: Option<Time>,
+    /// Why it waits, was refused or failed: CamelCase.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 128))]
+    pub reason: Option<String>,
+    /// The same for people, with what to do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 1024))]
+    pub message: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum MoveState {
+    /// Accepted, and waits for its turn or its node; the object may be used.
+    Pending,
+    /// The object cannot be used.
+    Copying,
+    /// The object is in the new pool and may be used; the old copy is being removed.
+    Removing,
+    /// The object stays where it is; what was copied is being removed.
+    Cancelling,
+    Finished,
+    Failed,
+    Cancelled,
+}
+
+impl MoveState {
+    /// Nothing is left to be done.
+    pub fn is_over(self) -> bool {
+        matches!(self, Self::Finished | Self::Failed | Self::Cancelled)
+    }
+
+    /// A node copies or stops copying: nobody else may use the object.
+    pub fn holds(self) -> bool {
+        matches!(self, Self::Copying | Self::Cancelling)
+    }
+}
+
+impl MoveStatus {
+    /// Whether this is about that request.
+    pub fn answers(&self, request: &MoveRequest) -> bool {
+        self.to == request.to && self.request_id == request.request_id
+    }
+}

@@ -1,0 +1,76 @@
+//! How far a copy has come, beside it: another daemon goes on from there.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use kibo_crds::{Epoch, PoolId};
+use serde::{Deserialize, Serialize};
+
+use crate::{durable, pool::record_files::remove_if_there};
+
+const FORMAT: u32 = 1;
+/// What a move makes in the directory of an object begins like this.
+const PREFIX: &str = "image.raw.moving.";
+const JOURNAL: &str = ".json";
+
+/// The state of a copy that is on the disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Journal {
+    format: u32,
+    pub from: PoolId,
+    /// Of the grant: the source cannot have changed under it.
+    pub epoch: Epoch,
+    pub size: u64,
+    /// Everything before this byte is in the copy, compared and synced.
+    pub done: u64,
+    /// The whole copy is; it only has to get its name.
+    pub complete: bool,
+}
+
+impl Journal {
+    pub fn new(from: PoolId, epoch: Epoch, size: u64) -> Self {
+        Self { format: FORMAT, from, epoch, size, done: 0, complete: false }
+    }
+
+    /// What was noted of the same copy; what is damaged or about another one counts as nothing.
+    pub fn read(dir: &Path, new: &Self) -> io::Result<Option<Self>> {
+        let bytes = match fs::read(journal_path(dir, new.epoch)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            bytes => bytes?,
+        };
+        let same = |known: &Self| known.format == FORMAT && known.from == new.from && known.size == new.size;
+        Ok(serde_json::from_slice(&bytes).ok().filter(same))
+    }
+
+    pub fn write(&self, dir: &Path) -> io::Result<()> {
+        durable::replace(&journal_path(dir, self.epoch), &serde_json::to_vec(self)?)
+    }
+}
+
+/// The copy before it has its name.
+pub fn copy_path(dir: &Path, epoch: Epoch) -> PathBuf {
+    dir.join(format!("{PREFIX}{epoch}"))
+}
+
+fn journal_path(dir: &Path, epoch: Epoch) -> PathBuf {
+    dir.join(format!("{PREFIX}{epoch}{JOURNAL}"))
+}
+
+/// Removes what moves left in the directory of an object, but not what belongs to `keep`.
+pub fn clear(dir: &Path, keep: Option<Epoch>) -> io::Result<()> {
+    let kept = keep.map(|epoch| (copy_path(dir, epoch), journal_path(dir, epoch)));
+    let entries = match fs::read_dir(dir) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        entries => entries?,
+    };
+    for entry in entries {
+        let path = entry?.path();
+        let is_ours = path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with(PREFIX));
+        if is_ours && kept.as_ref().is_none_or(|(copy, journal)| path != *copy && path != *journal) {
+            remove_if_there(&path)?;
+        }
+    }
+    durable::sync_dir(dir)
+}

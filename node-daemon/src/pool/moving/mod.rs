@@ -1,0 +1,303 @@
+//! Moves an object from one pool to another, under one grant that is taken in both.
+//!
+//! In the old pool nothing is written but the record. In the new one the copy grows beside its final name, with a
+//! journal, and gets that name once all of it is on the disk and was compared. Which of the two is the object is for
+//! the operator to say, after that: until then both are left as they are, and a daemon that is killed at any point is
+//! followed by one that goes on. The copy that is not the object any more, or does not become it, is removed by
+//! [`Pool::discard_copy`], which goes by the records in that pool and not by the order alone.
+
+mod copy;
+mod journal;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io,
+    os::unix::fs::{MetadataExt as _, OpenOptionsExt as _},
+    path::Path,
+    sync::Mutex,
+    time::{Duration, Instant},
+};
+
+use kibo_crds::{Bytes, Epoch, ObjectUid, PoolId};
+use kibo_protocol::v1;
+
+pub use copy::Progress;
+pub use journal::clear;
+
+use super::{
+    Pool, PoolError, Pools,
+    image::{self, ImageError},
+    marker, record_files,
+    records::{Conflict, TakeDecision},
+};
+use crate::{
+    durable,
+    launch::{GrantedObject, Taker},
+};
+use copy::{Copy, CopyError};
+use journal::{Journal, copy_path};
+
+/// How often a copy makes what it has durable and notes it.
+const NOTE_EVERY: Duration = Duration::from_secs(2);
+/// How often it looks whether the grant still stands in both pools.
+const LOOK_EVERY: Duration = Duration::from_secs(2);
+
+#[derive(Debug, thiserror::Error)]
+pub enum MoveError {
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+    #[error("object {uid} cannot be moved: {conflict}")]
+    Conflict { uid: ObjectUid, conflict: Conflict },
+    #[error("storage pool {pool} has an image of object {uid} already, which no move has made: nothing was changed")]
+    Occupied { uid: ObjectUid, pool: PoolId },
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    #[error("object {uid}, from storage pool {from} to {to}: {source}")]
+    Copy { uid: ObjectUid, from: PoolId, to: PoolId, source: CopyError },
+}
+
+impl MoveError {
+    /// The same for the operator.
+    pub fn failure(&self) -> v1::ObjectFailure {
+        match self {
+            Self::Pool(error) => error.failure(),
+            Self::Conflict { .. } | Self::Occupied { .. } => v1::ObjectFailure::HolderConflict,
+            Self::Image(ImageError::NoSpace { .. }) => v1::ObjectFailure::NoSpace,
+            Self::Copy { source: CopyError::Write(error), .. } if error.kind() == io::ErrorKind::StorageFull => {
+                v1::ObjectFailure::NoSpace
+            }
+            Self::Image(_) | Self::Copy { .. } => v1::ObjectFailure::Io,
+        }
+    }
+}
+
+impl Pools {
+    /// Copies an object into another pool. When it returns, both pools have the record of this grant, and the new one
+    /// has the whole image.
+    pub fn move_object(
+        &self,
+        granted: &GrantedObject,
+        to: &PoolId,
+        taker: &Taker,
+        progress: &Progress,
+    ) -> Result<(), MoveError> {
+        let (from, to) = (self.get(&granted.object.pool)?, self.get(to)?);
+        let moving = Moving { from, to, granted, taker, progress };
+        let (source, size) = moving.take_source()?;
+        let mut journal = moving.take_target(size)?;
+        if !journal.complete {
+            moving.copy(&source, &mut journal)?;
+        }
+        moving.name_it(&mut journal)
+    }
+}
+
+/// One move.
+struct Moving<'a> {
+    from: &'a Pool,
+    to: &'a Pool,
+    granted: &'a GrantedObject,
+    taker: &'a Taker,
+    progress: &'a Progress,
+}
+
+impl Moving<'_> {
+    fn uid(&self) -> &ObjectUid {
+        &self.granted.object.uid
+    }
+
+    fn epoch(&self) -> Epoch {
+        self.granted.grant.epoch
+    }
+
+    fn take(&self, pool: &Pool) -> Result<(), MoveError> {
+        let Some(conflict) = pool.write_taken(self.granted, self.taker)? else { return Ok(()) };
+        pool.withdraw(self.granted, self.taker, &conflict);
+        Err(MoveError::Conflict { uid: self.uid().clone(), conflict })
+    }
+
+    fn copy_error(&self, source: CopyError) -> MoveError {
+        let (from, to) = (self.from.id.clone(), self.to.id.clone());
+        MoveError::Copy { uid: self.uid().clone(), from, to, source }
+    }
+
+    fn io_error(&self, action: &'static str) -> impl Fn(io::Error) -> MoveError {
+        let path = self.to.object_dir(self.uid()).join(image::IMAGE);
+        move |source| ImageError::Io { action, path: path.clone(), source }.into()
+    }
+
+    fn take_source(&self) -> Result<(File, u64), MoveError> {
+        let _lock = self.from.begin(self.uid())?;
+        self.take(self.from)?;
+        kibo_failpoint::reach_blocking("move-source-taken");
+        let dir = self.from.object_dir(self.uid());
+        let path = dir.join(image::IMAGE);
+        let failed = |source| ImageError::Io { action: "look at", path: path.clone(), source };
+        let size = image::size(&dir).map_err(failed)?.ok_or_else(|| ImageError::Missing { path: path.clone() })?;
+        let (file, _) = open(&path, OpenOptions::new().read(true))?;
+        Ok((file, size.0))
+    }
+
+    /// Takes the object in the new pool too and clears away what is of no use there. Answers how far an earlier daemon
+    /// came with this same move.
+    fn take_target(&self, size: u64) -> Result<Journal, MoveError> {
+        let _lock = self.to.begin(self.uid())?;
+        let dir = self.to.object_dir(self.uid());
+        let failed = |action| self.io_error(action);
+        let has_image = image::size(&dir).map_err(failed("look at"))?.is_some();
+        if has_image && self.to.list(self.uid())?.decide_discard(self.epoch(), true).is_err() {
+            return Err(MoveError::Occupied { uid: self.uid().clone(), pool: self.to.id.clone() });
+        }
+        self.take(self.to)?;
+        kibo_failpoint::reach_blocking("move-target-taken");
+        let new = Journal::new(self.from.id.clone(), self.epoch(), size);
+        let known = Journal::read(&dir, &new).map_err(failed("read the journal of"))?;
+        let journal = known.filter(|known| known.complete || copy_path(&dir, self.epoch()).exists());
+        if !journal.as_ref().is_some_and(|journal| journal.complete) {
+            // Of an earlier move that came to nothing.
+            record_files::remove_if_there(&dir.join(image::IMAGE)).map_err(failed("remove an older copy of"))?;
+        }
+        clear(&dir, Some(self.epoch())).map_err(failed("clear away older copies of"))?;
+        if journal.is_none() {
+            self.check_space(&dir, size)?;
+        }
+        Ok(journal.unwrap_or(new))
+    }
+
+    fn check_space(&self, dir: &Path, size: u64) -> Result<(), MoveError> {
+        let (free, _) = image::space(dir).map_err(self.io_error("find the free space for"))?;
+        if free.saturating_sub(image::HEADROOM).0 < size {
+            self.to.status.note_free(free);
+            return Err(ImageError::NoSpace { free, size: Bytes(size) }.into());
+        }
+        Ok(())
+    }
+
+    fn copy(&self, source: &File, journal: &mut Journal) -> Result<(), MoveError> {
+        let dir = self.to.object_dir(self.uid());
+        let path = copy_path(&dir, self.epoch());
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false).mode(0o600);
+        let (target, target_is_direct) = open(&path, &mut options)?;
+        target.set_len(journal.size).map_err(self.io_error("size the copy of"))?;
+        let copy = Copy { source, target: &target, target_is_direct, size: journal.size, progress: self.progress };
+        let looked = Mutex::new(Instant::now());
+        let mut noted = Instant::now();
+        let from = journal.done;
+        let done = |at| {
+            if noted.elapsed() < NOTE_EVERY {
+                return Ok(());
+            }
+            target.sync_data().map_err(CopyError::Write)?;
+            journal.done = at;
+            journal.write(&dir).map_err(CopyError::Write)?;
+            noted = Instant::now();
+            Ok(())
+        };
+        copy.run(from, done, || self.may_go_on(&looked)).map_err(|source| self.copy_error(source))?;
+        target.sync_all().map_err(self.io_error("sync the copy of"))?;
+        kibo_failpoint::reach_blocking("move-synced");
+        journal.complete = true;
+        journal.write(&dir).map_err(self.io_error("write the journal of"))
+    }
+
+    /// Now and then whether the grant still stands: who holds the object by a newer one takes this node for dead.
+    fn may_go_on(&self, looked: &Mutex<Instant>) -> Result<(), CopyError> {
+        let mut looked = looked.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if looked.elapsed() < LOOK_EVERY {
+            return Ok(());
+        }
+        *looked = Instant::now();
+        for pool in [self.from, self.to] {
+            let records = pool.list(self.uid()).map_err(|error| CopyError::Read(io::Error::other(error)))?;
+            if records.decide_take(&self.granted.grant, self.taker) != TakeDecision::AlreadyMine {
+                tracing::warn!(object = %self.uid(), pool = %pool.id, "a move lost its grant");
+                return Err(CopyError::Stopped);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the copy its name. It is linked, so that it never takes the place of another image: whoever is taken for
+    /// dead and wakes up late finds the name taken.
+    fn name_it(&self, journal: &mut Journal) -> Result<(), MoveError> {
+        let uid = self.uid();
+        let _lock = self.to.begin(uid)?;
+        let records = self.to.list(uid)?;
+        match records.decide_take(&self.granted.grant, self.taker) {
+            TakeDecision::AlreadyMine if !self.progress.is_stopped() => {}
+            TakeDecision::Conflict(conflict) => return Err(MoveError::Conflict { uid: uid.clone(), conflict }),
+            _ => return Err(self.copy_error(CopyError::Stopped)),
+        }
+        let dir = self.to.object_dir(uid);
+        let (copy, image) = (copy_path(&dir, self.epoch()), dir.join(image::IMAGE));
+        let failed = |action| self.io_error(action);
+        let inode = |path: &Path| match fs::metadata(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            found => found.map(|found| Some((found.ino(), found.size()))),
+        };
+        let (unnamed, named) = (inode(&copy).map_err(failed("look at"))?, inode(&image).map_err(failed("look at"))?);
+        match (unnamed, named) {
+            (None, Some((_, size))) if size == journal.size => {}
+            (None, _) => {
+                journal.complete = false;
+                journal.done = 0;
+                journal.write(&dir).map_err(failed("write the journal of"))?;
+                return Err(ImageError::Missing { path: copy }.into());
+            }
+            (Some(_), None) => fs::hard_link(&copy, &image).map_err(failed("name"))?,
+            (Some(unnamed), Some(named)) if unnamed == named => {}
+            (Some(_), Some(_)) => {
+                // Of an earlier move, whose node was slow to die.
+                fs::remove_file(&image).map_err(failed("remove an older copy of"))?;
+                fs::hard_link(&copy, &image).map_err(failed("name"))?;
+            }
+        }
+        durable::sync_dir(&dir).map_err(failed("sync"))?;
+        kibo_failpoint::reach_blocking("move-named");
+        record_files::remove_if_there(&copy).map_err(failed("remove the other name of"))?;
+        durable::sync_dir(&dir).map_err(failed("sync"))
+    }
+}
+
+/// Opens past the page cache where the file system can.
+fn open(path: &Path, options: &mut OpenOptions) -> Result<(File, bool), ImageError> {
+    let direct = i32::try_from(rustix::fs::OFlags::DIRECT.bits()).unwrap_or(0);
+    match options.custom_flags(direct).open(path) {
+        Err(error) if error.raw_os_error() == Some(rustix::io::Errno::INVAL.raw_os_error()) => {
+            let file = options.custom_flags(0).open(path);
+            file.map(|file| (file, false))
+        }
+        opened => opened.map(|file| (file, true)),
+    }
+    .map_err(|source| ImageError::Io { action: "open", path: path.to_owned(), source })
+}
+
+impl Pool {
+    /// Removes what a move left here, if the records say that it is nothing else. What does not exist is removed.
+    pub fn discard_copy(&self, uid: &ObjectUid, epoch: Epoch) -> Result<(), PoolError> {
+        let _lock = self.begin(uid)?;
+        let dir = self.object_dir(uid);
+        if !dir.try_exists().map_err(self.io("find the directory", uid))? {
+            return Ok(());
+        }
+        let has_image = image::size(&dir).map_err(self.io("look at the image", uid))?.is_some();
+        if let Err(problem) = self.list(uid)?.decide_discard(epoch, has_image) {
+            return Err(PoolError::NotACopy { uid: uid.clone(), pool: self.id.clone(), problem });
+        }
+        clear(&dir, None).map_err(self.io("remove an unfinished copy", uid))?;
+        image::remove(&dir).map_err(self.io("remove the copy", uid))?;
+        kibo_failpoint::reach_blocking("copy-image-removed");
+        for epoch in self.list(uid)?.settled_below(Epoch(u64::MAX)) {
+            record_files::remove(&dir, epoch).map_err(self.io("remove the holder records", uid))?;
+        }
+        kibo_failpoint::reach_blocking("copy-records-removed");
+        fs::remove_dir_all(&dir).map_err(self.io("remove the directory", uid))?;
+        durable::sync_dir(&self.path.join(marker::OBJECTS)).map_err(self.io("sync the directory", uid))?;
+        self.status.look_again();
+        kibo_failpoint::reach_blocking("copy-removed");
+        Ok(())
+    }
+}

@@ -1,0 +1,272 @@
+use std::os::unix::fs::FileExt as _;
+
+use kibo_crds::{Incarnation, InstanceId, NodeId};
+
+use super::*;
+use crate::{
+    config::PoolConfig,
+    launch::{By, Grant, Object, Operation, PredecessorEnd},
+    pool::{
+        NotACopy, init,
+        record_files::{Kind, write},
+        records::Record,
+    },
+};
+
+const UID: &str = "6f9619ff-8b86-d011-b42d-00c04fc964ff";
+
+struct Setup {
+    dir: tempfile::TempDir,
+}
+
+impl Setup {
+    /// Two pools; in the first one the object was used in epoch 1 and has data.
+    fn new() -> Self {
+        let setup = Self { dir: tempfile::tempdir().unwrap() };
+        for pool in ["old", "new"] {
+            init(&setup.dir.path().join(pool), &pool.parse().unwrap()).unwrap();
+        }
+        let pools = setup.on("a");
+        let old = pools.get(&id("old")).unwrap();
+        let taken = old.take(&object("old", 1, PredecessorEnd::None), &instance("a")).unwrap();
+        let image = OpenOptions::new().write(true).open(setup.image("old")).unwrap();
+        for at in [0, 17 << 20, (64 << 20) - 4096] {
+            image.write_all_at(&[at as u8 ^ 5; 4096], at).unwrap();
+        }
+        old.release(&taken.uid, taken.epoch).unwrap();
+        setup
+    }
+
+    fn on(&self, node: &str) -> Pools {
+        let config = |pool: &str| PoolConfig { id: id(pool), path: self.dir.path().join(pool), default: pool == "old" };
+        Pools::open(&[config("old"), config("new")], &node.parse().unwrap()).unwrap()
+    }
+
+    fn object_dir(&self, pool: &str) -> std::path::PathBuf {
+        self.dir.path().join(pool).join(marker::OBJECTS).join(UID)
+    }
+
+    fn image(&self, pool: &str) -> std::path::PathBuf {
+        self.object_dir(pool).join(image::IMAGE)
+    }
+
+    fn files(&self, pool: &str) -> Vec<String> {
+        let Ok(entries) = fs::read_dir(self.object_dir(pool)) else { return Vec::new() };
+        let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    fn run(&self, node: &str, epoch: u64, end: PredecessorEnd) -> Result<(), MoveError> {
+        let granted = object("old", epoch, end);
+        self.on(node).move_object(&granted, &id("new"), &mover(node), &Progress::default())
+    }
+
+    fn assert_copied(&self, what: &str) {
+        assert!(fs::read(self.image("old")).unwrap() == fs::read(self.image("new")).unwrap(), "{what}");
+        assert!(!self.files("new").iter().any(|name| name.ends_with(".moving.2")), "{what}: {:?}", self.files("new"));
+    }
+}
+
+fn id(pool: &str) -> PoolId {
+    pool.parse().unwrap()
+}
+
+fn uid() -> ObjectUid {
+    UID.parse().unwrap()
+}
+
+fn object(pool: &str, epoch: u64, predecessor_end: PredecessorEnd) -> GrantedObject {
+    GrantedObject {
+        object: Object { uid: uid(), pool: id(pool), size: Bytes::mib(64), must_exist: epoch > 1 },
+        grant: Grant { epoch: Epoch(epoch), predecessor: Epoch(epoch - 1), predecessor_end },
+    }
+}
+
+fn by(node: &str, by: By) -> Taker {
+    Taker { node: node.parse().unwrap(), incarnation: Incarnation(1), by }
+}
+
+fn instance(node: &str) -> Taker {
+    by(node, By::Instance(InstanceId::generate()))
+}
+
+fn mover(node: &str) -> Taker {
+    by(node, By::Operation(Operation::Move))
+}
+
+/// The whole of it: copied, made the object, used in the new pool, removed in the old one.
+#[test]
+fn a_moved_object_is_used_where_it_is_and_gone_where_it_was() {
+    let setup = Setup::new();
+    setup.run("a", 2, PredecessorEnd::Released).unwrap();
+    setup.assert_copied("moved");
+    assert!(setup.files("old").contains(&"holder.2".to_owned()), "{:?}", setup.files("old"));
+    let a = setup.on("a");
+    let (old, new) = (a.get(&id("old")).unwrap(), a.get(&id("new")).unwrap());
+    // Nobody else can use either of them meanwhile.
+    for pool in [old, new] {
+        let granted = object(pool.id().as_str(), 3, PredecessorEnd::Released);
+        assert!(pool.take(&granted, &instance("b")).is_err());
+    }
+    let moved = object("new", 2, PredecessorEnd::Released);
+    assert_eq!(new.confirm_not_taken(&moved, |_| true).unwrap(), v1::ObjectUse::Held, "it goes on");
+    assert_eq!(new.confirm_not_taken(&moved, |_| false).unwrap(), v1::ObjectUse::Released);
+    assert_eq!(setup.files("new"), ["holder.2", "holder.2.released", "holder.3.refused", "image.raw"]);
+    new.take(&object("new", 4, PredecessorEnd::Refused), &instance("b")).unwrap();
+    // The old copy has seen a later grant that came to nothing, and so a later discard.
+    assert!(old.discard_copy(&uid(), Epoch(2)).is_err());
+    old.discard_copy(&uid(), Epoch(3)).unwrap();
+    assert!(!setup.object_dir("old").exists());
+    old.discard_copy(&uid(), Epoch(3)).unwrap();
+    // What is the object is never taken for a copy, whatever is asked.
+    let error = new.discard_copy(&uid(), Epoch(9)).unwrap_err();
+    assert!(matches!(error, PoolError::NotACopy { .. }), "{error}");
+}
+
+#[test]
+fn a_move_that_is_given_up_leaves_the_object_where_it_is() {
+    let setup = Setup::new();
+    setup.run("a", 2, PredecessorEnd::Released).unwrap();
+    let a = setup.on("a");
+    let (old, new) = (a.get(&id("old")).unwrap(), a.get(&id("new")).unwrap());
+    new.discard_copy(&uid(), Epoch(2)).unwrap();
+    assert!(!setup.object_dir("new").exists());
+    old.confirm_not_taken(&object("old", 2, PredecessorEnd::Released), |_| false).unwrap();
+    let error = old.discard_copy(&uid(), Epoch(2)).unwrap_err();
+    assert!(matches!(error, PoolError::NotACopy { problem: NotACopy::IsTheObject(_), .. }), "{error}");
+    // A late order finds the grant closed.
+    assert!(matches!(setup.run("a", 2, PredecessorEnd::Released), Err(MoveError::Conflict { .. })));
+    assert!(!setup.object_dir("new").exists());
+    old.take(&object("old", 3, PredecessorEnd::Released), &instance("b")).unwrap();
+}
+
+/// Killed between any two steps: the same order ends it.
+#[test]
+fn a_move_that_was_killed_anywhere_is_taken_up() {
+    let node: NodeId = "a".parse().unwrap();
+    let record = || Record { taker: Some(mover("a")), grant: object("old", 2, PredecessorEnd::Released).grant };
+    let journal = |done: u64, complete: bool| {
+        let mut journal = Journal::new(id("old"), Epoch(2), 64 << 20);
+        (journal.done, journal.complete) = (done, complete);
+        journal
+    };
+    let copied = |setup: &Setup, name: &str| {
+        fs::copy(setup.image("old"), setup.object_dir("new").join(name)).unwrap();
+    };
+    type Step<'a> = (&'a str, Box<dyn Fn(&Setup) + 'a>);
+    let source = |setup: &Setup| assert!(write(&setup.object_dir("old"), &node, Kind::Taken, &record()).unwrap());
+    let both = |setup: &Setup| {
+        source(setup);
+        fs::create_dir(setup.object_dir("new")).unwrap();
+        assert!(write(&setup.object_dir("new"), &node, Kind::Taken, &record()).unwrap());
+    };
+    let steps: Vec<Step<'_>> = vec![
+        ("taken in the old pool", Box::new(|setup| source(setup))),
+        ("taken in both", Box::new(|setup| both(setup))),
+        (
+            "half a copy and no journal",
+            Box::new(|setup| {
+                both(setup);
+                fs::write(setup.object_dir("new").join("image.raw.moving.2"), "half").unwrap();
+            }),
+        ),
+        (
+            "half a copy with its journal",
+            Box::new(|setup| {
+                both(setup);
+                copied(setup, "image.raw.moving.2");
+                let copy = OpenOptions::new().write(true).open(setup.object_dir("new").join("image.raw.moving.2"));
+                copy.unwrap().write_all_at(&[9; 4096], (64 << 20) - 4096).unwrap();
+                journal(18 << 20, false).write(&setup.object_dir("new")).unwrap();
+            }),
+        ),
+        (
+            "a whole copy without its name",
+            Box::new(|setup| {
+                both(setup);
+                copied(setup, "image.raw.moving.2");
+                journal(0, true).write(&setup.object_dir("new")).unwrap();
+            }),
+        ),
+        (
+            "with both names",
+            Box::new(|setup| {
+                both(setup);
+                copied(setup, "image.raw.moving.2");
+                let dir = setup.object_dir("new");
+                fs::hard_link(dir.join("image.raw.moving.2"), dir.join("image.raw")).unwrap();
+                journal(0, true).write(&dir).unwrap();
+            }),
+        ),
+        (
+            "done, and nobody heard of it",
+            Box::new(|setup| {
+                both(setup);
+                copied(setup, "image.raw");
+                journal(0, true).write(&setup.object_dir("new")).unwrap();
+            }),
+        ),
+        (
+            "a journal that is damaged",
+            Box::new(|setup| {
+                both(setup);
+                copied(setup, "image.raw.moving.2");
+                fs::write(setup.object_dir("new").join("image.raw.moving.2.json"), "{").unwrap();
+            }),
+        ),
+    ];
+    for (what, step) in steps {
+        let setup = Setup::new();
+        step(&setup);
+        setup.run("a", 2, PredecessorEnd::Released).unwrap_or_else(|error| panic!("{what}: {error}"));
+        setup.assert_copied(what);
+        setup.run("a", 2, PredecessorEnd::Released).unwrap_or_else(|error| panic!("{what}, again: {error}"));
+        setup.assert_copied(what);
+    }
+}
+
+#[test]
+fn another_node_begins_anew_where_the_first_one_died() {
+    let setup = Setup::new();
+    setup.run("a", 2, PredecessorEnd::Released).unwrap();
+    let stale = OpenOptions::new().write(true).open(setup.image("new")).unwrap();
+    stale.write_all_at(&[9; 4096], 0).unwrap();
+    setup.run("b", 3, PredecessorEnd::Isolated).unwrap();
+    setup.assert_copied("by b");
+    // The first one wakes up, and has nothing to say any more.
+    assert!(matches!(setup.run("a", 2, PredecessorEnd::Released), Err(MoveError::Conflict { .. })));
+    setup.assert_copied("by b, after a");
+}
+
+#[test]
+fn an_image_that_no_move_has_made_is_left_alone() {
+    let setup = Setup::new();
+    fs::create_dir(setup.object_dir("new")).unwrap();
+    fs::write(setup.image("new"), "precious").unwrap();
+    assert!(matches!(setup.run("a", 2, PredecessorEnd::Released), Err(MoveError::Occupied { .. })));
+    assert_eq!(setup.files("new"), ["image.raw"]);
+    let a = setup.on("a");
+    let error = a.get(&id("new")).unwrap().discard_copy(&uid(), Epoch(9)).unwrap_err();
+    assert!(matches!(error, PoolError::NotACopy { problem: NotACopy::NoRecord, .. }), "{error}");
+}
+
+#[test]
+fn a_removal_that_was_killed_anywhere_is_taken_up() {
+    let steps: [(&str, fn(&Setup)); 3] = [
+        ("the image is gone", |setup| fs::remove_file(setup.image("new")).unwrap()),
+        ("the records are gone too", |setup| {
+            fs::remove_file(setup.image("new")).unwrap();
+            fs::remove_file(setup.object_dir("new").join("holder.2")).unwrap();
+        }),
+        ("everything is gone", |setup| fs::remove_dir_all(setup.object_dir("new")).unwrap()),
+    ];
+    for (what, step) in steps {
+        let setup = Setup::new();
+        setup.run("a", 2, PredecessorEnd::Released).unwrap();
+        step(&setup);
+        let a = setup.on("a");
+        a.get(&id("new")).unwrap().discard_copy(&uid(), Epoch(2)).unwrap_or_else(|error| panic!("{what}: {error}"));
+        assert!(!setup.object_dir("new").exists(), "{what}");
+    }
+}
