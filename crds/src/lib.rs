@@ -17,6 +17,7 @@ mod ids;
 mod labels;
 mod moving;
 mod names;
+mod percent;
 mod ratio;
 
 pub mod node;
@@ -39,6 +40,7 @@ pub use moving::{MoveRequest, MoveState, MoveStatus};
 pub use names::{CommandId, NameError, NodeId, ObjectUid, PoolId};
 pub use node::Node;
 pub use overcommit_policy::OvercommitPolicy;
+pub use percent::{Percent, PercentError};
 pub use ratio::{Ratio, RatioError};
 pub use storage_pool::StoragePool;
 pub use template::Template;

@@ -14,6 +14,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kibo_crds::node::{Enrollment, NodeSpec};
 use kibo_crds::{InstanceId, Node as NodeObject, NodeId, ObjectUid};
 use kibo_node_daemon::config::Config;
+use kibo_node_daemon::host::Host;
 use kibo_node_daemon::instance::{ExecStream, LogChunk, StopMode, StreamError, Summary};
 use kibo_node_daemon::launch::Launch;
 use kibo_node_daemon::pool::{self, Pools};
@@ -145,6 +146,7 @@ fn prepare(directory: &Path, id: &NodeId, token: &EnrollmentToken, endpoints: &[
         state: NodeState::open(&dir)?,
         pools: Arc::new(Pools::open(&config.storage_pools, id)?),
         spool: Arc::new(EventSpool::open(&config.spool_dir())?),
+        host: Host::start(config.host.proc.clone(), directory.join("cgroups")),
         instances: Nothing,
         config,
         dir,

@@ -17,7 +17,11 @@ async fn session(place: Arc<Place>) -> Result<()> {
     let path = place.cluster().programs().repository.join("kibo-cli/src/transcript.txt");
     let text = std::fs::read_to_string(&path).with_context(|| format!("failed to read {}", path.display()))?;
     // Names as a reader would give them: the cluster is this test's own.
-    let change = |node: &mut kibo_e2e::local::LocalNode| node.labels = [("zone".to_owned(), "a".to_owned())].into();
+    let host = place.host_files("node-1")?;
+    let change = |node: &mut kibo_e2e::local::LocalNode| {
+        node.labels = [("zone".to_owned(), "a".to_owned())].into();
+        node.proc = Some(host.root().to_owned());
+    };
     place.node_named("node-1", "2", "1Gi", change).await?;
     let mut normalizer = Normalizer::default().replacing(place.namespace(), "default");
     let (mut again, mut differences) = (Vec::new(), Vec::new());

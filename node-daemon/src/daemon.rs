@@ -11,6 +11,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     accelerator,
     config::Config,
+    host::Host,
     instance::{Bounds, Deps, Instances},
     log_store::{LogBounds, LogStore},
     network::Network,
@@ -106,7 +107,9 @@ async fn serve(config: Arc<Config>) -> anyhow::Result<Outcome> {
     };
     let outcome = match proved {
         Ok(true) => {
-            let parts = NodeParts { id, boot_id, config, dir, state, pools, spool, instances: instances.clone() };
+            let host = Host::start(config.host.proc.clone(), vmm.cgroups_of_host());
+            let instances = instances.clone();
+            let parts = NodeParts { id, boot_id, config, dir, state, pools, spool, host, instances };
             Ok(session::run(Arc::new(Node::new(parts)), shutdown).await)
         }
         Ok(false) => Ok(Outcome::Shutdown),

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 
 use super::NodeSpec;
-use crate::{CommandId, digest};
+use crate::{CommandId, Ratio, digest};
 
 /// One command with everything that its caller gave. What is read at the time (an incarnation, the labels before) is
 /// no input: a replay finds other values there.
@@ -30,6 +30,11 @@ pub enum NodeCommand {
         /// Absent values: labels that are removed.
         changes: BTreeMap<String, Option<String>>,
     },
+    /// Absent ratios: those of the default OvercommitPolicy.
+    SetOvercommit {
+        cpu: Option<Ratio>,
+        memory: Option<Ratio>,
+    },
 }
 
 impl NodeCommand {
@@ -44,6 +49,7 @@ impl NodeCommand {
             Self::Retire => "retire",
             Self::SetSlots { .. } => "set-slots",
             Self::Label { .. } => "label",
+            Self::SetOvercommit { .. } => "set-overcommit",
         }
     }
 
@@ -85,6 +91,10 @@ impl NodeSpec {
             let force_despite_evidence = isolation.force_despite_evidence;
             of(isolation.request_id.as_ref(), NodeCommand::Isolate { force_despite_evidence })
         });
+        let overcommit = self.overcommit.as_ref().and_then(|overcommit| {
+            let command = NodeCommand::SetOvercommit { cpu: overcommit.cpu, memory: overcommit.memory };
+            of(overcommit.request_id.as_ref(), command)
+        });
         [
             of(self.enrollment.as_ref().and_then(|it| it.request_id.as_ref()), NodeCommand::Issue),
             of(self.revocation.as_ref().and_then(|it| it.request_id.as_ref()), NodeCommand::Revoke),
@@ -93,6 +103,7 @@ impl NodeSpec {
             of(self.retirement.as_ref().and_then(|it| it.request_id.as_ref()), NodeCommand::Retire),
             changed(self.slots_request.as_ref(), "set-slots"),
             changed(self.label_request.as_ref(), "label"),
+            overcommit,
         ]
         .into_iter()
         .flatten()

@@ -13,8 +13,9 @@ use crate::{CommandId, Incarnation, Ratio};
 
 pub use command::{NodeCommand, Requested};
 pub use status::{
-    Admission, AdoptionResult, Amounts, Holder, HolderEnd, IsolationResult, IsolationState, NodeClock, NodePhase,
-    NodePool, NodeReport, NodeSession, NodeStatus, PreviousHolder, Quarantine,
+    Admission, AdoptionResult, Amounts, EffectiveOvercommit, Holder, HolderEnd, HostUsage, IsolationResult,
+    IsolationState, NodeClock, NodePhase, NodePool, NodeReport, NodeSession, NodeStatus, PreviousHolder, Quarantine,
+    RatioSource,
 };
 
 /// A host that runs Workspaces.
@@ -37,6 +38,7 @@ pub use status::{
     printcolumn(name = "CPU-Sched", type_ = "string", json_path = ".status.schedulable.cpu"),
     printcolumn(name = "Mem-Alloc", type_ = "string", json_path = ".status.allocated.memory"),
     printcolumn(name = "Mem-Sched", type_ = "string", json_path = ".status.schedulable.memory"),
+    printcolumn(name = "Mem-Tight", type_ = "string", json_path = ".status.conditions[?(@.type==\"MemoryTight\")].status"),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
     printcolumn(name = "Message", type_ = "string", json_path = ".status.conditions[?(@.type==\"Ready\")].message", priority = 1),
     validation = Rule::new("self.metadata.name.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*$') && size(self.metadata.name) <= 63")
@@ -231,11 +233,17 @@ pub struct ChangeRequest {
     pub digest: String,
 }
 
+/// What is absent is as the default OvercommitPolicy says.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("!has(self.requestId) || !has(oldSelf.requestId) || self.requestId != oldSelf.requestId || self == oldSelf")
+    .message("requestId was already used with another content: choose a new requestId")
+    .reason(Reason::FieldValueForbidden))]
 pub struct NodeOvercommit {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<Ratio>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<Ratio>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request_id: Option<CommandId>,
 }

@@ -65,6 +65,8 @@ pub const COMMANDS_ARE_RECORDED: &str = concat!(
     recorded!("slotsRequest"),
     " && ",
     recorded!("labelRequest"),
+    " && ",
+    recorded!("overcommit"),
 );
 
 /// An id names one command for as long as it is on record.
@@ -82,6 +84,8 @@ pub const COMMAND_IDS_ARE_FRESH: &str = concat!(
     fresh!("slotsRequest"),
     " && ",
     fresh!("labelRequest"),
+    " && ",
+    fresh!("overcommit"),
 );
 
 /// The requestId of a part of the spec, in a list: empty when it has none.
@@ -108,6 +112,8 @@ macro_rules! ids {
             id!("slotsRequest"),
             " + ",
             id!("labelRequest"),
+            " + ",
+            id!("overcommit"),
             ")",
         )
     };

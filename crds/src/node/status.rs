@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{AdoptionAction, UnknownInstances};
 use crate::{
-    Bytes, CommandId, CommandRecord, Epoch, Incarnation, MilliCpu, PoolId, Term, condition::conditions_schema,
+    Bytes, CommandId, CommandRecord, Epoch, Incarnation, MilliCpu, Percent, PoolId, Ratio, Term,
+    condition::conditions_schema,
 };
 
 /// What is true of the node; written by the operator alone.
@@ -74,6 +75,9 @@ pub struct NodeStatus {
     /// What the executions on this node hold, from the operator's records.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allocated: Option<Amounts>,
+    /// The ratios that placement uses here, and where they are set.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overcommit: Option<EffectiveOvercommit>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 100_000))]
     pub slots: Option<u32>,
@@ -83,6 +87,9 @@ pub struct NodeStatus {
     /// The node's last full report.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub report: Option<NodeReport>,
+    /// How the host was used when the node looked last, while its session lives. For people: nothing is decided by it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_usage: Option<HostUsage>,
     /// The node's clock, as measured in its current session.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clock: Option<NodeClock>,
@@ -256,6 +263,57 @@ pub struct AdoptionResult {
     #[schemars(length(max = 32), inner(length(max = 200)))]
     pub unknown_instances: Vec<String>,
     pub finished_at: Time,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct EffectiveOvercommit {
+    pub cpu: Ratio,
+    pub cpu_source: RatioSource,
+    pub memory: Ratio,
+    pub memory_source: RatioSource,
+}
+
+/// Where a ratio is set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum RatioSource {
+    /// The default OvercommitPolicy.
+    Default,
+    /// `spec.overcommit` of this node.
+    Node,
+}
+
+/// One sample of a host. What could not be read is absent, and so is what VMs use where none was ever started.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct HostUsage {
+    pub sampled_at: Time,
+    /// What all VMs of the host used of its CPUs, in the time between two samples.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vm_cpu_milli: Option<MilliCpu>,
+    /// What all VMs of the host have in its memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vm_memory_bytes: Option<Bytes>,
+    /// Without swapping, cache that can be given up included.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_available_bytes: Option<Bytes>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_total_bytes: Option<Bytes>,
+    /// Since when the node takes no new Workspace because its host is short of memory; absent: it is not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_tight_since: Option<Time>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_idle: Option<Percent>,
+    /// Share of the last 60 s in which at least one task waited for a CPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_pressure_some: Option<Percent>,
+    /// Share of the last 60 s in which all tasks waited for a CPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_pressure_full: Option<Percent>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_pressure_some: Option<Percent>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_pressure_full: Option<Percent>,
 }
 
 /// An amount of CPU and memory, in the form that people read; absent: not measured.

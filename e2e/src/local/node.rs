@@ -72,6 +72,9 @@ pub struct LocalNode {
     /// A service-account token that says which node it is, and by which it enrolls; absent: by an issued token.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub service_account_token: Option<PathBuf>,
+    /// Where its daemon finds the host's memory, CPUs and pressure; absent: in /proc.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub proc: Option<PathBuf>,
     /// Its daemon reads the id of the host's boot from this file; absent: the kernel's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot_id: Option<PathBuf>,
@@ -99,6 +102,13 @@ struct Config<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     network: Option<Network<'a>>,
     control: Control<'a>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    host: Option<HostSection<'a>>,
+}
+
+#[derive(Serialize)]
+struct HostSection<'a> {
+    proc: &'a Path,
 }
 
 #[derive(Serialize)]
@@ -188,6 +198,7 @@ impl LocalCluster {
             namespace: None,
             env: BTreeMap::new(),
             boot_id: None,
+            proc: None,
             network: LocalNetwork::pick(self.recorded().nodes.iter().filter_map(|node| node.network.as_ref())),
         }
     }
@@ -272,6 +283,7 @@ impl LocalCluster {
                 token_file: by_token.then(|| dir.join("enroll.token")),
                 service_account_token_file: node.service_account_token.as_deref(),
             },
+            host: node.proc.as_deref().map(|proc| HostSection { proc }),
         }
     }
 

@@ -7,6 +7,7 @@ pub mod disk;
 #[cfg(feature = "failpoints")]
 pub mod failpoints;
 pub mod host;
+pub mod host_files;
 pub mod outside;
 mod place;
 pub mod played;

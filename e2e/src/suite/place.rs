@@ -20,6 +20,7 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 
 use super::disk::Disk;
+use super::host_files::HostFiles;
 use super::outside::Outside;
 use super::wait::{eventually, watched};
 use crate::local::{Component, LocalCluster, process};
@@ -163,6 +164,11 @@ impl Place {
         let outside = Arc::new(Outside::make().await?);
         self.outsides.lock().unwrap_or_else(PoisonError::into_inner).push(outside.clone());
         Ok(outside)
+    }
+
+    /// Files that say of a host what this test wants.
+    pub fn host_files(&self, name: &str) -> Result<HostFiles> {
+        HostFiles::make(self.cluster.layout().root().join(format!("proc-of-{}-{name}", self.namespace)))
     }
 
     /// A disk of so many bytes, which is there until this test's nodes are stopped.

@@ -97,6 +97,8 @@ static ADDRESS: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Address: +)[\
 static CAPACITY: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Capacity: +)[\d.]+[KMGTP]i$"));
 static CLOCK: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Clock: +)[-+].*$"));
 static VERSION: LazyLock<Regex> = LazyLock::new(|| pattern(r"\bregistration_version is \d+"));
+static POLICY_VERSION: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Version: +)\d+$"));
+static IDLE: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^( +CPU idle +)\S.*$"));
 static FREE: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Free: +)[\d.]+[KMGTP]i$"));
 static HEADER: LazyLock<Regex> = LazyLock::new(|| pattern(r"^ *[A-Z][A-Z_/]*( {3,}[A-Z][A-Z_/]*)+$"));
 static GAP: LazyLock<Regex> = LazyLock::new(|| pattern(" {3,}"));
@@ -122,9 +124,11 @@ impl Normalizer {
         let text = PORT.replace_all(&text, "127.0.0.1:8080");
         let text = ADDRESS.replace_all(&text, "${1}10.77.12.9");
         let text = CAPACITY.replace_all(&text, "${1}100.0Gi");
+        let text = IDLE.replace_all(&text, "${1}97.31 %");
         let text = FREE.replace_all(&text, "${1}60.0Gi");
         let text = CLOCK.replace_all(&text, "${1}+0.0s, give or take 1ms, kernel: synchronized");
         let text = VERSION.replace_all(&text, "registration_version is 77");
+        let text = POLICY_VERSION.replace_all(&text, "${1}77");
         tables(&text)
     }
 

@@ -5,12 +5,12 @@ use kibo_crds::Node;
 use kube::ResourceExt;
 use serde::Serialize;
 
-use super::view::{Measured, View, shares};
+use super::view::{Measured, View, memory_tight, shares, yes_no};
 use crate::{
     client::Listed,
     output::{
         Present, Table,
-        words::{ABSENT, age, binary, cores, enum_word, or_absent},
+        words::{age, binary, cores, enum_word, or_absent},
     },
 };
 
@@ -64,8 +64,7 @@ impl Present for Many {
                 or_absent(status.report.as_ref().map(|report| report.instances)),
                 shares(allocated.cpu, schedulable.cpu, cores),
                 shares(allocated.memory, schedulable.memory, binary),
-                // Not measured yet.
-                ABSENT.to_owned(),
+                or_absent(memory_tight(&status).map(yes_no)),
                 age(node.creation_timestamp().as_ref(), self.now),
             ];
             if wide {

@@ -7,6 +7,7 @@ mod drain;
 mod end;
 mod list;
 mod outcome;
+mod overcommit;
 mod page;
 mod settings;
 #[cfg(test)]
@@ -24,6 +25,7 @@ use self::{
     drain::{CancelDrain, Drain, cancel_drain, drain},
     end::{Isolate, Retire, isolate, retire},
     list::Many,
+    overcommit::Overcommit,
     page::One,
     settings::{Label, Slots, label, set_slots},
 };
@@ -64,6 +66,9 @@ pub enum Command {
     /// How many Instances a node may run at once
     #[command(subcommand)]
     Slots(Slots),
+    /// How much more than its hosts have a cluster hands out
+    #[command(subcommand)]
+    Overcommit(Overcommit),
     /// Set and remove labels, by which Workspaces select nodes
     Label(Label),
     /// End the quarantine of a node whose control plane was put back to an older state
@@ -88,6 +93,7 @@ pub async fn run(cluster: &Cluster, command: Command) -> Result<()> {
         Command::Isolate(args) => isolate(cluster, args).await,
         Command::Retire(args) => retire(cluster, args).await,
         Command::Slots(Slots::Set(args)) => set_slots(cluster, args).await,
+        Command::Overcommit(command) => overcommit::run(cluster, command).await,
         Command::Label(args) => label(cluster, args).await,
         Command::Adopt(args) => adopt(cluster, args).await,
         Command::Get { name, output } => {

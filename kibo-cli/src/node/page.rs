@@ -3,15 +3,15 @@
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kibo_crds::{
-    Node,
-    node::{Admission, NodeClock, NodeStatus},
+    Node, Percent,
+    node::{Admission, EffectiveOvercommit, HostUsage, NodeClock, NodeStatus, RatioSource},
 };
 use kube::ResourceExt as _;
 use serde::Serialize;
 
 use super::{
     issue,
-    view::{Measured, View, drain_requested, is_isolated, shares},
+    view::{Measured, View, drain_requested, is_isolated, shares, yes_no},
 };
 use crate::output::{
     Page, Present, Table, conditions, is_telling,
@@ -59,6 +59,9 @@ impl Present for One {
             page.fact("Registration", self.node.resource_version().unwrap_or_default());
             page.fact("Created", when(self.node.creation_timestamp().as_ref(), self.now, wide));
         }
+        if let Some(usage) = &status.host_usage {
+            page.section("Host usage", host_usage(usage, self.now));
+        }
         // One whose registration has ended is no member of any.
         if !matches!(status.admission, Some(Admission::Retired | Admission::Revoked)) {
             page.section("Storage pools", pools(&status));
@@ -90,6 +93,7 @@ impl One {
             "Allocated",
             both(&shares(allocated.cpu, schedulable.cpu, cores), &shares(allocated.memory, schedulable.memory, binary)),
         );
+        page.fact_if("Overcommit", status.overcommit.as_ref().map(overcommit));
         let instances = or_absent(status.report.as_ref().map(|report| report.instances));
         let slots = status.slots.map(|slots| format!(" of {slots} slots")).unwrap_or_default();
         page.fact("Instances", instances + &slots);
@@ -133,6 +137,16 @@ impl One {
     }
 }
 
+/// Each ratio with where it is set.
+fn overcommit(overcommit: &EffectiveOvercommit) -> String {
+    let EffectiveOvercommit { cpu, cpu_source, memory, memory_source } = overcommit;
+    let source = |source: RatioSource| match source {
+        RatioSource::Default => "cluster-wide default",
+        RatioSource::Node => "of this node",
+    };
+    format!("CPU x {cpu} ({}), memory x {memory} ({})", source(*cpu_source), source(*memory_source))
+}
+
 /// The offset, how wrong it may be, and what the host's kernel says of its clock.
 fn clock(clock: &NodeClock) -> String {
     let kernel = match clock.kernel_synchronized {
@@ -162,6 +176,30 @@ fn pools(status: &NodeStatus) -> Table {
     table
 }
 
-fn yes_no(value: bool) -> &'static str {
-    if value { "yes" } else { "no" }
+/// What the host's last sample shows. For people: nothing is decided by it.
+fn host_usage(usage: &HostUsage, now: Timestamp) -> Table {
+    let mut table = Table::new(["ITEM", "VALUE"]);
+    let mut row = |item: &str, value: String| table.row(vec![item.to_owned(), value]);
+    let percent = |share: Option<Percent>| share.map(|share| format!("{share} %"));
+    let pressure = |some: Option<Percent>, full: Option<Percent>| {
+        format!("some {}, full {}", or_absent(percent(some)), or_absent(percent(full)))
+    };
+    let available = shares(usage.memory_available_bytes, usage.memory_total_bytes, binary);
+    // Where no VM was ever started there is nothing to say of them.
+    if usage.vm_memory_bytes.is_some() || usage.vm_cpu_milli.is_some() {
+        row("VM CPU", or_absent(usage.vm_cpu_milli.map(cores)));
+        row("VM memory", or_absent(usage.vm_memory_bytes.map(binary)));
+    }
+    row("Memory available", available);
+    row(
+        "Memory tight",
+        match &usage.memory_tight_since {
+            Some(since) => format!("yes, for {}", age(Some(since), now)),
+            None => or_absent(usage.memory_available_bytes.map(|_| "no")),
+        },
+    );
+    row("CPU idle", or_absent(percent(usage.cpu_idle)));
+    row("CPU pressure", pressure(usage.cpu_pressure_some, usage.cpu_pressure_full));
+    row("Memory pressure", pressure(usage.memory_pressure_some, usage.memory_pressure_full));
+    table
 }

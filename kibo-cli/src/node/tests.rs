@@ -24,6 +24,12 @@ fn nodes() -> Vec<Node> {
             "capacity": { "cpu": "4", "memory": "8Gi" },
             "schedulable": { "cpu": "8", "memory": "8Gi" },
             "allocated": { "cpu": "1500m", "memory": "320Mi" },
+            "overcommit": { "cpu": "2", "cpuSource": "Node", "memory": "1", "memorySource": "Default" },
+            "hostUsage": {
+                "sampledAt": "1970-01-01T00:01:20Z", "memoryAvailableBytes": 838_860_800_u64, "memoryTotalBytes": 8_589_934_592_u64,
+                "memoryTightSince": "1970-01-01T00:00:30Z", "cpuIdle": "97.31", "cpuPressureSome": "1.5",
+                "cpuPressureFull": "0", "memoryPressureSome": "0",
+            },
             "report": { "time": "1970-01-01T00:00:00Z", "instances": 2, "heldObjects": 3 },
             "isolation": { "incarnation": 1, "state": "Finished" }, "hostLabels": { "zone": "a" },
             "conditions": [
@@ -42,7 +48,7 @@ fn the_table_of_nodes() {
     let many = Many { listed: Listed { items: nodes(), next_page_token: None }, now };
     let expected = "\
 NODE     STATUS   RELEASE      CLOCK   INSTANCES   CPU_ALLOC/SCHED   MEM_ALLOC/SCHED   MEM_TIGHT   AGE   INCARNATION   REG_VERSION
-node-1   READY    unreleased   -1.2s   2           1.5/8             320.0Mi/8.0Gi     -           90s   2             77
+node-1   READY    unreleased   -1.2s   2           1.5/8             320.0Mi/8.0Gi     yes         90s   2             77
 node-2   -        -            -       -           -                 -                 -           -     -             -
 ";
     assert_eq!(many.text(true), expected);
@@ -65,9 +71,18 @@ Labels:         zone=a (of the host)
 Drain:          requested
 Capacity:       4 CPU, 8.0Gi memory
 Allocated:      1.5/8 CPU, 320.0Mi/8.0Gi memory
+Overcommit:     CPU x 2 (of this node), memory x 1 (cluster-wide default)
 Instances:      2
 Held objects:   3
 Last report:    90s ago
+
+Host usage:
+  ITEM               VALUE
+  Memory available   800.0Mi/8.0Gi
+  Memory tight       yes, for 60s
+  CPU idle           97.31 %
+  CPU pressure       some 1.5 %, full 0 %
+  Memory pressure    some 0 %, full -
 
 Conditions:
   TYPE      STATUS   AGE   REASON     MESSAGE
@@ -96,7 +111,14 @@ fn the_json_of_a_node() {
     assert_eq!(view["isolated"], false, "an isolation of an older incarnation is over");
     assert_eq!(view["registration_version"], "77");
     assert_eq!(view["allocated"], serde_json::json!({ "cpu_millis": 1500, "memory_bytes": 335_544_320 }));
-    assert_eq!(view["overcommit"], serde_json::json!({ "cpu": null, "memory": null }));
+    let ratios = serde_json::json!({ "cpu": "2", "cpu_source": "NODE", "memory": "1", "memory_source": "DEFAULT" });
+    assert_eq!(view["overcommit"], ratios);
+    let usage = &view["host_usage"];
+    assert_eq!((&usage["memory_tight"], &usage["cpu_idle"]), (&true.into(), &"97.31".into()));
+    assert_eq!(
+        (&usage["vm_cpu_millis"], &usage["memory_pressure_full"]),
+        (&serde_json::Value::Null, &serde_json::Value::Null)
+    );
     assert_eq!(view["session"]["session_id"], "s");
     assert_eq!(view["clock"]["offset_millis"], -1234);
     assert_eq!(view["report"]["held_objects"], 3);

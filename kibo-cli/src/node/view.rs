@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, str::FromStr};
 
 use kibo_crds::{
-    Bytes, MilliCpu, Node,
+    Bytes, MilliCpu, Node, Percent,
     node::{Amounts, IsolationState, NodeStatus},
 };
 use kube::ResourceExt as _;
@@ -32,7 +32,8 @@ pub struct View {
     capacity: AmountsView,
     schedulable: AmountsView,
     allocated: AmountsView,
-    overcommit: OvercommitView,
+    overcommit: Option<OvercommitView>,
+    host_usage: Option<HostUsageView>,
     slots: Option<u32>,
     pools: Vec<PoolView>,
     incarnation: Option<u64>,
@@ -77,11 +78,51 @@ struct AmountsView {
     memory_bytes: Option<u64>,
 }
 
-/// The ratios that are set for this node; absent: those of the default OvercommitPolicy.
+/// The ratios in force, and where each is set: `DEFAULT` or `NODE`; absent before the first session.
 #[derive(Serialize)]
 struct OvercommitView {
-    cpu: Option<String>,
-    memory: Option<String>,
+    cpu: String,
+    cpu_source: String,
+    memory: String,
+    memory_source: String,
+}
+
+/// One sample of the host; what could not be read is absent. Shares are in percent.
+#[derive(Serialize)]
+struct HostUsageView {
+    sampled_at: String,
+    vm_cpu_millis: Option<u64>,
+    vm_memory_bytes: Option<u64>,
+    memory_available_bytes: Option<u64>,
+    memory_total_bytes: Option<u64>,
+    memory_tight: Option<bool>,
+    memory_tight_since: Option<String>,
+    cpu_idle: Option<String>,
+    cpu_pressure_some: Option<String>,
+    cpu_pressure_full: Option<String>,
+    memory_pressure_some: Option<String>,
+    memory_pressure_full: Option<String>,
+}
+
+impl HostUsageView {
+    fn of(status: &NodeStatus) -> Option<Self> {
+        let usage = status.host_usage.as_ref()?;
+        let share = |percent: Option<Percent>| percent.map(|percent| percent.to_string());
+        Some(Self {
+            sampled_at: instant(&usage.sampled_at),
+            vm_cpu_millis: usage.vm_cpu_milli.map(|cpu| cpu.0),
+            vm_memory_bytes: usage.vm_memory_bytes.map(|memory| memory.0),
+            memory_available_bytes: usage.memory_available_bytes.map(|memory| memory.0),
+            memory_total_bytes: usage.memory_total_bytes.map(|memory| memory.0),
+            memory_tight: memory_tight(status),
+            memory_tight_since: usage.memory_tight_since.as_ref().map(instant),
+            cpu_idle: share(usage.cpu_idle),
+            cpu_pressure_some: share(usage.cpu_pressure_some),
+            cpu_pressure_full: share(usage.cpu_pressure_full),
+            memory_pressure_some: share(usage.memory_pressure_some),
+            memory_pressure_full: share(usage.memory_pressure_full),
+        })
+    }
 }
 
 #[derive(Serialize)]
@@ -128,7 +169,7 @@ pub fn is_isolated(status: &NodeStatus) -> bool {
 impl From<&Node> for View {
     fn from(node: &Node) -> Self {
         let status = node.status.clone().unwrap_or_default();
-        let overcommit = node.spec.overcommit.clone().unwrap_or_default();
+        let host_usage = HostUsageView::of(&status);
         Self {
             node_id: node.name_any(),
             isolated: is_isolated(&status),
@@ -163,10 +204,13 @@ impl From<&Node> for View {
             capacity: Measured::from(status.capacity.as_ref()).into(),
             schedulable: Measured::from(status.schedulable.as_ref()).into(),
             allocated: Measured::from(status.allocated.as_ref()).into(),
-            overcommit: OvercommitView {
-                cpu: overcommit.cpu.map(|ratio| ratio.to_string()),
-                memory: overcommit.memory.map(|ratio| ratio.to_string()),
-            },
+            host_usage,
+            overcommit: status.overcommit.as_ref().map(|overcommit| OvercommitView {
+                cpu: overcommit.cpu.to_string(),
+                cpu_source: enum_word(&overcommit.cpu_source),
+                memory: overcommit.memory.to_string(),
+                memory_source: enum_word(&overcommit.memory_source),
+            }),
             slots: status.slots,
             pools: status
                 .pools
@@ -193,6 +237,17 @@ pub fn shares<T>(allocated: Option<T>, schedulable: Option<T>, show: fn(T) -> St
         (None, None) => ABSENT.to_owned(),
         (allocated, schedulable) => format!("{}/{}", or_absent(allocated), or_absent(schedulable)),
     }
+}
+
+/// Whether the node takes no new Workspace because its host is short of memory; `None`: it is not known.
+pub fn memory_tight(status: &NodeStatus) -> Option<bool> {
+    let usage = status.host_usage.as_ref()?;
+    let is_known = usage.memory_available_bytes.is_some() || usage.memory_tight_since.is_some();
+    is_known.then_some(usage.memory_tight_since.is_some())
+}
+
+pub fn yes_no(value: bool) -> &'static str {
+    if value { "yes" } else { "no" }
 }
 
 pub fn drain_requested(node: &Node) -> bool {

@@ -43,6 +43,8 @@ pub struct View {
     pub allocated: Allocated,
     pub pools: BTreeMap<PoolId, PoolSpace>,
     pub has_root_image: bool,
+    /// The host has too little memory left, whatever was allocated.
+    pub is_memory_tight: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,6 +83,9 @@ pub fn decide(demand: &Demand, view: &View, purpose: Purpose) -> Result<(), Refu
     }
     if !view.has_root_image {
         return refuse(RefuseReason::RootImageMissing, "the node does not have the root image".into());
+    }
+    if view.is_memory_tight {
+        return refuse(RefuseReason::MemoryTight, "the host is short of free memory".into());
     }
     slots(view, &settings)?;
     amounts(demand, view, &settings)?;

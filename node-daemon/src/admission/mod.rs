@@ -25,6 +25,7 @@ use ledger::{Ledger, Reservation};
 use crate::{
     clock::BootTime,
     config::Resources,
+    host::{Host, Thresholds},
     instance::Summary,
     launch::{Launch, LaunchRequest, Object, RootImageName},
     pool::Pools,
@@ -41,17 +42,23 @@ pub struct Settings {
     pub slots: Option<u32>,
     pub cpu_ratio: Ratio,
     pub memory_ratio: Ratio,
+    pub memory_tight: Thresholds,
 }
 
 impl Settings {
-    /// `None` for ratios beyond their range.
+    /// `None` for ratios beyond their range, and for thresholds that are none.
     pub fn read(message: &v1::Settings) -> Option<Self> {
+        let memory_tight = match (message.memory_tight_below, message.memory_tight_until_above) {
+            (None, None) => Thresholds::default(),
+            (below, above) => Thresholds::new(below?, above?)?,
+        };
         Some(Self {
             revision: message.revision,
             drain: message.drain,
             slots: message.slots,
             cpu_ratio: Ratio::from_thousandths(message.cpu_ratio)?,
             memory_ratio: Ratio::from_thousandths(message.memory_ratio)?,
+            memory_tight,
         })
     }
 }
@@ -61,6 +68,7 @@ pub struct Admission {
     resources: Resources,
     images: PathBuf,
     pools: Arc<Pools>,
+    host: Arc<Host>,
     state: Mutex<State>,
 }
 
@@ -71,8 +79,8 @@ struct State {
 }
 
 impl Admission {
-    pub fn new(resources: Resources, images: PathBuf, pools: Arc<Pools>) -> Self {
-        Self { resources, images, pools, state: Mutex::default() }
+    pub fn new(resources: Resources, images: PathBuf, pools: Arc<Pools>, host: Arc<Host>) -> Self {
+        Self { resources, images, pools, host, state: Mutex::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -81,6 +89,7 @@ impl Admission {
 
     /// From here on every decision uses these settings.
     pub fn apply(&self, settings: Settings) {
+        self.host.judge_by(settings.memory_tight);
         self.lock().settings = Some(settings);
     }
 
@@ -158,6 +167,7 @@ impl Admission {
             allocated,
             pools: self.pools.iter().map(space).collect(),
             has_root_image: self.has_root_image(root_image),
+            is_memory_tight: self.host.is_memory_tight(),
         }
     }
 

@@ -13,7 +13,14 @@ fn demand() -> Demand {
 }
 
 fn settings() -> Settings {
-    Settings { revision: 1, drain: false, slots: None, cpu_ratio: Ratio::ONE, memory_ratio: Ratio::ONE }
+    Settings {
+        revision: 1,
+        drain: false,
+        slots: None,
+        cpu_ratio: Ratio::ONE,
+        memory_ratio: Ratio::ONE,
+        memory_tight: Thresholds::default(),
+    }
 }
 
 fn view() -> View {
@@ -23,6 +30,7 @@ fn view() -> View {
         allocated: Allocated { cpu: MilliCpu(3000), memory: Bytes(3 * GI), instances: 3 },
         pools: BTreeMap::from([(pool(), PoolSpace { problem: None, free: Some(Bytes(GI)) })]),
         has_root_image: true,
+        is_memory_tight: false,
     }
 }
 
@@ -57,6 +65,7 @@ fn every_reason_against_is_named() {
         ),
         (|view| view.pools.values_mut().for_each(|pool| pool.free = Some(Bytes(GI - 1))), Reason::PoolFull),
         (|view| view.has_root_image = false, Reason::RootImageMissing),
+        (|view| view.is_memory_tight = true, Reason::MemoryTight),
     ];
     for (change, expected) in table {
         let mut view = view();

@@ -13,6 +13,7 @@ pub fn check_host(config: &Config) -> Result<(), Problems> {
     readable("vmm.kernel", &vmm.kernel, &mut problems);
     readable("vmm.initrd", &vmm.initrd, &mut problems);
     directory("vmm.cgroup_root", &vmm.cgroup_root, &mut problems);
+    directory("host.proc", &config.host.proc, &mut problems);
     directory("images.dir", &config.images.dir, &mut problems);
     if let Some(network) = &config.network {
         executable("network.nft", &network.nft, &mut problems);

@@ -29,6 +29,20 @@ pub struct Config {
     /// Absent: guests have no network.
     pub network: Option<NetworkConfig>,
     pub control: ControlConfig,
+    pub host: HostConfig,
+}
+
+/// Where the host shows itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostConfig {
+    /// Its /proc: memory, CPUs and pressure are read there.
+    pub proc: PathBuf,
+}
+
+impl Default for HostConfig {
+    fn default() -> Self {
+        Self { proc: PathBuf::from("/proc") }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -243,6 +257,7 @@ impl fmt::Display for Config {
         writeln!(f, "vmm:       {} with {}, uid {}, gid {}", vmm.qemu.display(), vmm.accelerator, vmm.uid, vmm.gid)?;
         writeln!(f, "guest:     kernel {}, initrd {}", vmm.kernel.display(), vmm.initrd.display())?;
         writeln!(f, "cgroups:   {}", vmm.cgroup_root.display())?;
+        writeln!(f, "proc:      {}", self.host.proc.display())?;
         writeln!(f, "images:    {}", self.images.dir.display())?;
         match &self.network {
             Some(network) => writeln!(f, "network:   {network}")?,

@@ -5,8 +5,8 @@ use std::{collections::BTreeMap, net::Ipv4Addr, path::PathBuf, time::Duration};
 use toml::Table;
 
 use super::{
-    Accelerator, Config, ControlConfig, FenceConfig, ImagesConfig, NetworkConfig, NodeConfig, PoolConfig, Problems,
-    Resources, VmmConfig, section::Section,
+    Accelerator, Config, ControlConfig, FenceConfig, HostConfig, ImagesConfig, NetworkConfig, NodeConfig, PoolConfig,
+    Problems, Resources, VmmConfig, section::Section,
 };
 use crate::network::is_a_host;
 
@@ -35,10 +35,11 @@ pub fn config(text: &str) -> Result<Config, Problems> {
     let images = root.section("images", |section| section.path("dir").map(|dir| ImagesConfig { dir }));
     let network = root.optional_section("network", network).flatten();
     let control = root.section("control", control);
+    let host = root.optional_section("host", host).unwrap_or_default();
     root.finish();
     match (state_dir, resources, vmm, images, control) {
         (Some(state_dir), Some(resources), Some(vmm), Some(images), Some(control)) if problems.0.is_empty() => {
-            Ok(Config { state_dir, node, resources, storage_pools, fence, vmm, images, network, control })
+            Ok(Config { state_dir, node, resources, storage_pools, fence, vmm, images, network, control, host })
         }
         _ => Err(problems),
     }
@@ -205,6 +206,10 @@ fn network(section: &mut Section<'_>) -> Option<NetworkConfig> {
         mtu,
         nft: nft.unwrap_or_else(|| PathBuf::from("/usr/sbin/nft")),
     })
+}
+
+fn host(section: &mut Section<'_>) -> HostConfig {
+    section.optional_path("proc").map_or_else(HostConfig::default, |proc| HostConfig { proc })
 }
 
 fn control(section: &mut Section<'_>) -> Option<ControlConfig> {

@@ -1,3 +1,10 @@
 //! The host itself, as its kernel shows it.
 
 pub mod clock;
+mod proc;
+mod tight;
+mod usage;
+mod vms;
+
+pub use tight::Thresholds;
+pub use usage::Host;

@@ -187,8 +187,9 @@ impl<I: InstanceControl> Handler<I> {
     }
 
     fn apply(&self, message: &v1::Settings) -> Result<(), End> {
-        let settings =
-            Settings::read(message).ok_or_else(|| End::Disobeyed("the settings have a ratio beyond 16".into()))?;
+        let settings = Settings::read(message).ok_or_else(|| {
+            End::Disobeyed("the settings have a ratio beyond 16, or thresholds of memory that are none".into())
+        })?;
         self.node.admission.apply(settings);
         let revision = settings.revision;
         tracing::info!(revision, drain = settings.drain, slots = settings.slots, "settings applied");

@@ -186,6 +186,7 @@ async fn serve<I: InstanceControl>(
     let mut events = EventSender::default();
     let mut changes = node.spool.changes();
     let mut reporter = Reporter::default();
+    let mut turns = node.host.turns();
     let mut look = interval(LOOK_EVERY);
     look.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut beat = interval(heartbeat);
@@ -213,6 +214,8 @@ async fn serve<I: InstanceControl>(
                     outbox.send(Message::Report(report));
                 }
             }
+            // It opens or closes the node for new Workspaces. The sender lives as long as the node.
+            _ = turns.changed() => outbox.send(Message::Report(reporter.now(report::report(node), Instant::now()))),
             // In this loop and nowhere else: it says that what the operator sends is acted upon.
             _ = beat.tick() => outbox.send(Message::Heartbeat(v1::Heartbeat {})),
             () = outbox.broken() => return End::Lost("the operator does not read what this node sends".into()),

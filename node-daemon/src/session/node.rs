@@ -13,6 +13,7 @@ use super::{control::InstanceControl, moves::Moves, streams::OpenStreams};
 use crate::{
     admission::Admission,
     config::Config,
+    host::Host,
     launch::Taker,
     pool::Pools,
     spool::EventSpool,
@@ -34,6 +35,7 @@ pub struct NodeParts<I> {
     pub state: NodeState,
     pub pools: Arc<Pools>,
     pub spool: Arc<EventSpool>,
+    pub host: Arc<Host>,
     pub instances: I,
 }
 
@@ -45,6 +47,7 @@ pub struct Node<I> {
     pub(super) state: NodeState,
     pub(super) pools: Arc<Pools>,
     pub(super) spool: Arc<EventSpool>,
+    pub(super) host: Arc<Host>,
     pub(super) admission: Admission,
     pub(super) instances: I,
     pub(super) streams: OpenStreams,
@@ -63,11 +66,27 @@ struct Pace {
 
 impl<I: InstanceControl> Node<I> {
     pub fn new(parts: NodeParts<I>) -> Self {
-        let NodeParts { id, boot_id, config, dir, state, pools, spool, instances } = parts;
-        let admission = Admission::new(config.resources, config.images.dir.clone(), Arc::clone(&pools));
+        let NodeParts { id, boot_id, config, dir, state, pools, spool, host, instances } = parts;
+        let images = config.images.dir.clone();
+        let admission = Admission::new(config.resources, images, Arc::clone(&pools), Arc::clone(&host));
         let (settling, pace) = (Mutex::default(), Mutex::default());
         let (streams, moves) = (OpenStreams::default(), Moves::default());
-        Self { id, boot_id, config, dir, state, pools, spool, admission, instances, streams, moves, settling, pace }
+        Self {
+            id,
+            boot_id,
+            config,
+            dir,
+            state,
+            pools,
+            spool,
+            host,
+            admission,
+            instances,
+            streams,
+            moves,
+            settling,
+            pace,
+        }
     }
 
     /// Marks an Instance whose grants are being closed; `false` when it is marked already.

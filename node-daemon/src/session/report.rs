@@ -46,10 +46,13 @@ impl Reporter {
                 age >= EVERY || (age >= AT_MOST_EVERY && changed(last, &report))
             }
         };
-        is_due.then(|| {
-            self.last = Some((now, report.clone()));
-            report
-        })
+        is_due.then(|| self.now(report, now))
+    }
+
+    /// The report, due or not.
+    pub fn now(&mut self, report: v1::Report, now: Instant) -> v1::Report {
+        self.last = Some((now, report.clone()));
+        report
     }
 }
 
@@ -61,6 +64,7 @@ pub fn report<I: InstanceControl>(node: &Node<I>) -> v1::Report {
         instances: allocated.instances,
         pools: node.pools.iter().map(crate::pool::Pool::report).collect(),
         settings_revision: node.admission.settings_revision(),
+        host: node.host.report(),
     }
 }
 

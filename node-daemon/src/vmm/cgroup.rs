@@ -83,6 +83,14 @@ impl Cgroups {
         Cgroup { version: self.version, root: self.root.clone(), cpu, memory, others }
     }
 
+    /// Where the Instances of all nodes of this host are, by node and name; it need not exist.
+    pub fn of_host(&self) -> PathBuf {
+        match self.version {
+            Version::V1 => self.root.join("memory").join(TOP),
+            Version::V2 => self.root.join(TOP),
+        }
+    }
+
     /// The v1 hierarchies beside those of cpu and memory (which may be mounted under several names).
     fn other_hierarchies(&self) -> Vec<PathBuf> {
         let limited: Vec<_> =

@@ -156,6 +156,11 @@ impl Vmm {
         &self.config
     }
 
+    /// Below it are the VMs of all nodes of this host.
+    pub fn cgroups_of_host(&self) -> PathBuf {
+        self.cgroups.of_host()
+    }
+
     pub fn cgroup(&self, name: &str) -> Cgroup {
         self.cgroups.instance(name)
     }

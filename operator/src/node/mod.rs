@@ -2,6 +2,7 @@
 
 mod commands;
 mod controller;
+mod host;
 mod index;
 pub(crate) mod isolation;
 mod settings;
@@ -9,6 +10,7 @@ mod status;
 
 pub use controller::{NodeControl, load, run};
 pub(crate) use controller::{banished, log_watch_error};
+pub use host::host_usage;
 pub use index::{Facts, NodeIndex, Void};
 pub use settings::effective as effective_settings;
 pub use status::{Live, Observed, Refused, Reported, compute as compute_status};

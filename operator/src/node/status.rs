@@ -6,13 +6,16 @@ use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::SignedDuration}
 use kibo_crds::{
     ConditionType, Node, PoolId, condition,
     node::{
-        Admission, Amounts, NodeClock, NodePhase, NodePool, NodeReport, NodeSession, NodeStatus, Quarantine,
+        Admission, Amounts, HostUsage, NodeClock, NodePhase, NodePool, NodeReport, NodeSession, NodeStatus, Quarantine,
         UnknownInstances,
     },
     set_condition,
 };
 
-use super::isolation::{self, Fence};
+use super::{
+    isolation::{self, Fence},
+    settings::overcommit,
+};
 use crate::{
     session::{Capacity, DeclaredPool, Settings, hooks::NodeUsage},
     watchdog::{Periods, Reach},
@@ -46,6 +49,8 @@ pub struct Reported {
     pub instances: u32,
     /// The settings in force had been confirmed before.
     pub after_confirmation: bool,
+    /// Absent: the node has taken no sample yet.
+    pub host: Option<HostUsage>,
 }
 
 /// A Hello with the right key that was refused.
@@ -89,7 +94,7 @@ pub fn compute(observed: &Observed<'_>) -> NodeStatus {
     session(&mut status, observed);
     quarantine(&mut status, observed);
     amounts(&mut status, observed);
-    clock(&mut status, observed);
+    readings(&mut status, observed);
     let isolated = match isolation::fence(node) {
         Fence::Undecided(isolated) | Fence::Closed(isolated) => status.incarnation <= Some(isolated),
         Fence::Open => false,
@@ -156,6 +161,7 @@ fn amounts(status: &mut NodeStatus, observed: &Observed<'_>) {
         capacity.cpu.map(|cpu| observed.wanted.cpu.of_cpu(cpu)),
         capacity.memory.map(|memory| observed.wanted.memory.of_memory(memory)),
     ));
+    status.overcommit = Some(overcommit(&observed.node.spec, &observed.wanted));
     status.slots = observed.wanted.slots.or(capacity.max_instances);
     status.pools = live.pools.iter().map(node_pool).collect();
     if let Some(report) = &live.report {
@@ -167,11 +173,12 @@ fn amounts(status: &mut NodeStatus, observed: &Observed<'_>) {
     }
 }
 
-/// Of the session that lives: without one nothing is known of the clock.
-fn clock(status: &mut NodeStatus, observed: &Observed<'_>) {
+/// Of the session that lives: without one nothing is known of the clock and of the host.
+fn readings(status: &mut NodeStatus, observed: &Observed<'_>) {
     let is_awaited = observed.live.is_none() && status.has_live_session();
     if !is_awaited {
         status.clock = observed.live.as_ref().and_then(|live| live.clock.clone());
+        status.host_usage = observed.live.as_ref().and_then(|live| live.report.as_ref()?.host.clone());
     }
 }
 
@@ -243,6 +250,7 @@ fn silent(stored: Option<NodePhase>, reach: Reach) -> NodePhase {
 fn conditions(status: &mut NodeStatus, observed: &Observed<'_>, phase: NodePhase, drain: DrainState) {
     let generation = observed.node.metadata.generation;
     let synchronized = synchronized(status, observed);
+    let tight = memory_tight(status.host_usage.as_ref(), observed);
     let mut set = |kind, value, reason: &str, message: &str| {
         set_condition(&mut status.conditions, condition(kind, value, reason, message, generation, &observed.now));
     };
@@ -252,6 +260,9 @@ fn conditions(status: &mut NodeStatus, observed: &Observed<'_>, phase: NodePhase
     set(ConditionType::Schedulable, Some(schedulable), reason, &message);
     if let Some((synchronized, reason, message)) = synchronized {
         set(ConditionType::ClockSynchronized, synchronized, reason, message);
+    }
+    if let Some((tight, reason, message)) = tight {
+        set(ConditionType::MemoryTight, tight, reason, message);
     }
     let (drained, reason, message) = match phase {
         NodePhase::Retired => (true, "Retired", "the node is retired: nothing of it counts any more".to_owned()),
@@ -403,6 +414,25 @@ fn synchronized(status: &NodeStatus, observed: &Observed<'_>) -> Option<(Option<
     })
 }
 
+/// `None`: nothing new is known.
+fn memory_tight(
+    usage: Option<&HostUsage>,
+    observed: &Observed<'_>,
+) -> Option<(Option<bool>, &'static str, &'static str)> {
+    Some(match (&observed.live, usage) {
+        (_, Some(usage)) if usage.memory_tight_since.is_some() => (
+            Some(true),
+            "LittleAvailable",
+            "the host is short of free memory (status.hostUsage), so no new Workspace is placed here; those that run go on",
+        ),
+        (_, Some(usage)) if usage.memory_available_bytes.is_some() => {
+            (Some(false), "EnoughAvailable", "the host has memory for new Workspaces")
+        }
+        (Some(_), _) => (None, "NotMeasured", "the node cannot tell how much of its host's memory is available"),
+        (None, _) => return None,
+    })
+}
+
 fn schedulable(observed: &Observed<'_>, phase: NodePhase, ready: bool) -> Verdict {
     if !ready {
         return (false, "NotReady", "the node is not ready: see the condition Ready".to_owned());
@@ -435,6 +465,10 @@ fn schedulable(observed: &Observed<'_>, phase: NodePhase, ready: bool) -> Verdic
         let message =
             format!("the node's storage pool {pool} is being registered: usually that takes less than a second");
         return (false, "PoolBeingRegistered", message);
+    }
+    if live.report.as_ref().and_then(|report| report.host.as_ref()?.memory_tight_since.as_ref()).is_some() {
+        let message = "the host is short of free memory: see the condition MemoryTight";
+        return (false, "MemoryTight", message.to_owned());
     }
     match live.pools.iter().find(|pool| pool.default) {
         None => (
@@ -504,6 +538,9 @@ pub fn is_worth_a_write(old: Option<&NodeStatus>, new: &NodeStatus) -> bool {
         }
         for pool in &mut status.pools {
             pool.free = None;
+        }
+        if status.host_usage.is_some() == old.host_usage.is_some() {
+            status.host_usage = None;
         }
         if let (Some(clock), Some(old)) = (&mut status.clock, &old.clock)
             && (clock.over, clock.kernel_synchronized) == (old.over, old.kernel_synchronized)

@@ -1,6 +1,6 @@
 use k8s_openapi::jiff::Timestamp;
 use kibo_crds::{
-    Incarnation, MilliCpu, Ratio,
+    Incarnation, MilliCpu,
     node::{Drain, Isolation, NodeSpec, Retirement},
 };
 
@@ -23,7 +23,7 @@ fn node(admission: Option<Admission>, change: impl FnOnce(&mut Node)) -> Node {
 }
 
 fn settings(drain: bool) -> Settings {
-    Settings { drain, slots: None, cpu: "2".parse().unwrap(), memory: Ratio::ONE }
+    Settings { drain, cpu: "2".parse().unwrap(), ..Settings::default() }
 }
 
 const PERIODS: Periods = Periods { unreachable: Duration::from_secs(15), offline: Duration::from_secs(60) };
@@ -150,7 +150,8 @@ fn drained_needs_the_confirmation_and_a_later_report_and_nothing_left() {
     let node = node(Some(Admission::Admitted), |node| {
         node.spec.drain = Some(Drain { requested: true, request_id: None });
     });
-    let report = |after_confirmation, instances| Some(Reported { time: at(90), instances, after_confirmation });
+    let report =
+        |after_confirmation, instances| Some(Reported { time: at(90), instances, after_confirmation, host: None });
     let used = NodeUsage { held_objects: 1, ..NodeUsage::default() };
     for (live, usage, phase) in [
         (None, NodeUsage::default(), NodePhase::NotReady),
@@ -203,7 +204,7 @@ fn a_duplicate_is_shown_and_taken_back() {
 #[test]
 fn computing_twice_changes_nothing_and_readings_wait_for_the_period() {
     let mut node = node(Some(Admission::Admitted), |_| {});
-    let report = |second| Some(Reported { time: at(second), instances: 0, after_confirmation: true });
+    let report = |second| Some(Reported { time: at(second), instances: 0, after_confirmation: true, host: None });
     let with = |node: &Node, second, free| {
         let mut live = live(false, report(second));
         live.pools[0].free = Some(kibo_crds::Bytes(free));

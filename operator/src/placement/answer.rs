@@ -122,7 +122,7 @@ impl Unplaceable {
         let n = tally.nodes;
         match reason {
             Reason::NoSession => format!("{n} without a control session"),
-            Reason::NotReady => format!("{n} still connecting"),
+            Reason::NotReady => format!("{n} still connecting or taking new settings over"),
             Reason::Draining => format!("{n} draining"),
             Reason::ClockSkewed => format!("{n} whose clock is off"),
             Reason::MemoryTight => format!("{n} short of free host memory"),

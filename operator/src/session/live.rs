@@ -10,6 +10,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kibo_crds::{
     Bytes, Incarnation, MilliCpu, NodeId, PoolId, Ratio, Term,
     node::{NodeClock, NodeSession},
+    overcommit_policy::MemoryTightThresholds,
 };
 use kibo_protocol::v1::{self, to_node};
 use tokio::sync::{mpsc, oneshot};
@@ -19,7 +20,7 @@ use super::clock::{Clock, Moment};
 use crate::{
     clock::now,
     leader::History,
-    node::{Live, Reported},
+    node::{self, Live, Reported},
 };
 
 /// Messages that may wait for a node that does not read; one more ends the session.
@@ -65,6 +66,15 @@ pub struct Settings {
     pub slots: Option<u32>,
     pub cpu: Ratio,
     pub memory: Ratio,
+    pub memory_tight: MemoryTightThresholds,
+}
+
+/// As a cluster has them to which nobody said anything.
+impl Default for Settings {
+    fn default() -> Self {
+        let memory_tight = MemoryTightThresholds::default();
+        Self { drain: false, slots: None, cpu: Ratio::ONE, memory: Ratio::ONE, memory_tight }
+    }
 }
 
 /// Settings on their way to the node.
@@ -83,6 +93,13 @@ pub struct LastReport {
     pub time: Time,
     /// The settings in force were confirmed before this report was made.
     pub after_confirmation: bool,
+}
+
+impl LastReport {
+    /// The node takes no new Workspace, since its host is short of memory.
+    pub fn is_memory_tight(&self) -> bool {
+        self.report.host.as_ref().is_some_and(|host| host.memory_tight == Some(true))
+    }
 }
 
 /// What changes during a session.
@@ -399,12 +416,15 @@ impl Session {
     pub fn take_report(&self, report: v1::Report, pools: Vec<DeclaredPool>) -> bool {
         let mut state = self.state();
         let confirms = report.settings_revision == state.settings.revision;
+        let was_tight = state.report.as_ref().is_some_and(LastReport::is_memory_tight);
         let changed = (confirms && !state.settings.confirmed) || state.pools != pools;
         state.settings.confirmed |= confirms;
         state.pools = pools;
         let after_confirmation = confirms && state.settings.confirmed;
-        state.report = Some(LastReport { report, time: now(), after_confirmation });
-        changed
+        let last = LastReport { report, time: now(), after_confirmation };
+        let turned = last.is_memory_tight() != was_tight;
+        state.report = Some(last);
+        changed || turned
     }
 
     /// What the Node's status is computed from.
@@ -414,6 +434,7 @@ impl Session {
             time: last.time.clone(),
             instances: last.report.instances,
             after_confirmation: last.after_confirmation,
+            host: last.report.host.as_ref().map(|host| node::host_usage(host, &last.time)),
         });
         Live {
             session: NodeSession {
@@ -483,5 +504,7 @@ pub fn settings_message(sent: &SentSettings) -> v1::Settings {
         slots: sent.settings.slots,
         cpu_ratio: sent.settings.cpu.thousandths(),
         memory_ratio: sent.settings.memory.thousandths(),
+        memory_tight_below: Some(sent.settings.memory_tight.enter_below_percent.into()),
+        memory_tight_until_above: Some(sent.settings.memory_tight.leave_above_percent.into()),
     }
 }

@@ -13,7 +13,7 @@ use tokio::sync::watch;
 
 use crate::node::Refused;
 
-use super::live::{Capacity, DeclaredPool, OfferAnswer, Session, Settings};
+use super::live::{Capacity, DeclaredPool, LastReport, OfferAnswer, Session, Settings};
 
 /// A node answers an offer from memory; much longer than that means that it is stuck.
 const OFFER_TIMEOUT: Duration = Duration::from_secs(3);
@@ -42,6 +42,8 @@ pub struct NodeSnapshot {
     pub last_assigned: Option<Instant>,
     /// Whether the node's clock is out of bounds; absent before its first measurement in this session.
     pub clock_over: Option<bool>,
+    /// The node said that its host is short of memory.
+    pub memory_tight: bool,
 }
 
 impl NodeSnapshot {
@@ -351,5 +353,6 @@ fn snapshot_of(session: &Session) -> NodeSnapshot {
         pools: state.pools.clone(),
         last_assigned: state.last_assigned,
         clock_over: state.clock.current().map(|clock| clock.over),
+        memory_tight: state.report.as_ref().is_some_and(LastReport::is_memory_tight),
     }
 }

@@ -1,7 +1,7 @@
 use std::{sync::Arc, time::Duration};
 
 use futures::{FutureExt as _, stream};
-use kibo_crds::{Ratio, Term};
+use kibo_crds::Term;
 use kibo_protocol::v1::stream_from_node::Frame;
 
 use super::*;
@@ -23,7 +23,6 @@ fn node() -> NodeId {
 }
 
 fn shop() -> Shop {
-    let ratio: Ratio = "1".parse().unwrap();
     let (session, to_node) = Session::new(NewSession {
         id: "session".to_owned(),
         node: node(),
@@ -36,7 +35,7 @@ fn shop() -> Shop {
         capacity: Capacity::default(),
         labels: std::collections::BTreeMap::default(),
         pools: Vec::new(),
-        settings: Settings { drain: false, slots: None, cpu: ratio, memory: ratio },
+        settings: Settings::default(),
         settings_revision: 1,
         spares_unknown: false,
         clock_period: Duration::from_secs(60),

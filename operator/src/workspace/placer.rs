@@ -134,6 +134,8 @@ fn closed(snapshot: &NodeSnapshot) -> Option<Exclusion> {
         Some(Exclusion::NotReady)
     } else if snapshot.clock_over == Some(true) {
         Some(Exclusion::ClockSkewed)
+    } else if snapshot.memory_tight {
+        Some(Exclusion::MemoryTight)
     } else {
         None
     }

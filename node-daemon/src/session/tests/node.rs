@@ -14,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 use super::{super::*, operator::Operator};
 use crate::{
     config::Config,
+    host::Host,
     instance::{ExecExit, ExecInput, ExecOutput, ExecStream, LogChunk, StopMode, StreamError, Summary},
     launch::Launch,
     pool::{self, Pools},
@@ -193,6 +194,7 @@ impl TestNode {
             state,
             pools: Arc::new(Pools::open(&config.storage_pools, &id).unwrap()),
             spool: Arc::clone(&spool),
+            host: Host::start(config.host.proc.clone(), self.dir.path().join("cgroups")),
             boot_id: "boot".into(),
             instances: self.instances.clone(),
             id,

@@ -151,7 +151,7 @@ pub fn ack(incarnation: u64, desired: Vec<v1::Desired>) -> to_node::Message {
 }
 
 pub fn settings(revision: u64) -> v1::Settings {
-    v1::Settings { revision, drain: false, slots: None, cpu_ratio: 1000, memory_ratio: 1000 }
+    v1::Settings { revision, cpu_ratio: 1000, memory_ratio: 1000, ..v1::Settings::default() }
 }
 
 impl Session {

@@ -135,7 +135,7 @@ async fn look(
 #[cfg(test)]
 mod tests {
     use kibo_crds::{
-        Incarnation, Ratio,
+        Incarnation,
         node::{NodePool, NodeSpec, NodeStatus},
     };
 
@@ -157,12 +157,13 @@ mod tests {
             session_id: "s".into(),
             labels: std::collections::BTreeMap::new(),
             capacity: Capacity::default(),
-            settings: Settings { drain: false, slots: None, cpu: Ratio::ONE, memory: Ratio::ONE },
+            settings: Settings::default(),
             settings_confirmed: true,
             desired_sent: true,
             pools: pools.iter().map(pool).collect(),
             last_assigned: None,
             clock_over: Some(false),
+            memory_tight: false,
         }
     }
 
