@@ -1,6 +1,7 @@
 //! Node: the registration of a host and what is true of it.
 
 mod commands;
+mod conditions;
 mod controller;
 mod host;
 mod index;

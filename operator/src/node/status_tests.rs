@@ -1,6 +1,8 @@
+use std::time::Duration;
+
 use k8s_openapi::jiff::Timestamp;
 use kibo_crds::{
-    Incarnation, MilliCpu,
+    ConditionType, Incarnation, MilliCpu,
     node::{Drain, Isolation, NodeSpec, Retirement},
 };
 
