@@ -6,6 +6,7 @@ mod delete;
 mod list;
 mod page;
 mod power;
+mod relocate;
 mod stream;
 mod table;
 mod target;
@@ -44,6 +45,8 @@ pub enum Command {
     Start(Start),
     /// Stop a Workspace; its disks are kept for the next start
     Stop(Stop),
+    /// Stop a Workspace and start it on another node
+    Move(relocate::Move),
     /// Delete Workspaces, with their writable layers
     #[command(alias = "rm")]
     Delete(delete::Delete),
@@ -120,6 +123,7 @@ pub async fn run(cluster: &Cluster, command: Command) -> Result<u8> {
         Command::List(args) => list::list(cluster, args).await?,
         Command::Start(args) => power::start(cluster, args).await?,
         Command::Stop(args) => power::stop(cluster, args).await?,
+        Command::Move(args) => relocate::relocate(cluster, args).await?,
         Command::Delete(args) => delete::delete(cluster, args).await?,
         Command::Cp(args) => stream::cp::copy(cluster, args).await?,
         Command::Logs(args) => stream::logs::logs(cluster, args).await?,

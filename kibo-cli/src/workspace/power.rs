@@ -126,7 +126,7 @@ fn words(state: PowerState) -> (&'static str, &'static str) {
 
 /// Writes the request, guarded by the version of what was read. A conflict that leaves the spec as it
 /// was (the operator wrote a status) is no reason to give up.
-async fn submit(
+pub async fn submit(
     api: &Api<Workspace>,
     subject: &Subject,
     mut workspace: Workspace,
@@ -165,7 +165,7 @@ async fn submit(
 }
 
 /// Whether this command was given before. The same id with another content is refused.
-fn is_replay(workspace: &Workspace, request: &PowerRequest, subject: &Subject) -> Result<bool> {
+pub fn is_replay(workspace: &Workspace, request: &PowerRequest, subject: &Subject) -> Result<bool> {
     let reused = || {
         let id = request.request_id.as_ref().map(CommandId::as_str).unwrap_or_default();
         Error::new(Kind::Aborted, format!("{subject}: the command id {id:?} was used for another command before"))
