@@ -120,7 +120,21 @@ impl JsonSchema for Ratio {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+
+    proptest! {
+        /// Against integers in which nothing can wrap.
+        #[test]
+        fn an_amount_is_scaled_exactly_and_rounded_down(amount: u64, thousandths in 0_u32..=16_000) {
+            let ratio = Ratio::from_thousandths(thousandths).unwrap();
+            let exact = u128::from(amount) * u128::from(thousandths) / 1000;
+            prop_assert_eq!(u128::from(ratio.of_memory(Bytes(amount)).0), exact.min(u128::from(u64::MAX)));
+            prop_assert_eq!(ratio.of_cpu(MilliCpu(amount)).0, ratio.of_memory(Bytes(amount)).0);
+            prop_assert_eq!(ratio.to_string().parse::<Ratio>().unwrap(), ratio);
+        }
+    }
 
     #[test]
     fn ratios_are_read_and_written_exactly() {

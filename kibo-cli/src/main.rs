@@ -15,6 +15,7 @@ mod output;
 mod reference;
 mod storage_pool;
 mod template;
+mod top;
 mod volume;
 mod wait;
 mod workspace;
@@ -92,6 +93,7 @@ async fn dispatch(cluster: &Cluster, command: Command) -> Result<u8> {
         Command::Template(command) => template::run(cluster, command).await?,
         Command::Node(command) => node::run(cluster, command).await?,
         Command::StoragePool(command) => storage_pool::run(cluster, command).await?,
+        Command::Top(command) => top::run(cluster, command).await?,
         Command::Enrollment(command) => enrollment::run(cluster, command).await?,
         Command::Completions { .. } | Command::Version => {}
     }

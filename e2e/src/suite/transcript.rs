@@ -145,6 +145,8 @@ fn fixed_cell(header: &str) -> Option<&'static str> {
     match header {
         "AGE" => Some("5s"),
         "CLOCK" => Some("+0.0s"),
+        "CPU_IDLE" => Some("97.31%"),
+        "SAMPLE_AGE" => Some("5s"),
         "CAPACITY" => Some("100.0Gi"),
         "FREE" => Some("60.0Gi"),
         "FREE/CAPACITY" => Some("60.0Gi/100.0Gi"),

@@ -19,6 +19,7 @@ pub use command::{Given, Recorded, Submission, WriteArgs};
 use kibo_crds::{Node, NodeId};
 use kube::api::ListParams;
 pub use outcome::Outcome;
+pub use view::{HostUsageView, Measured, memory_tight, shares, yes_no};
 
 use self::{
     adopt::{Adopt, adopt},

@@ -89,7 +89,7 @@ struct OvercommitView {
 
 /// One sample of the host; what could not be read is absent. Shares are in percent.
 #[derive(Serialize)]
-struct HostUsageView {
+pub struct HostUsageView {
     sampled_at: String,
     vm_cpu_millis: Option<u64>,
     vm_memory_bytes: Option<u64>,
@@ -105,7 +105,7 @@ struct HostUsageView {
 }
 
 impl HostUsageView {
-    fn of(status: &NodeStatus) -> Option<Self> {
+    pub fn of(status: &NodeStatus) -> Option<Self> {
         let usage = status.host_usage.as_ref()?;
         let share = |percent: Option<Percent>| percent.map(|percent| percent.to_string());
         Some(Self {
