@@ -199,6 +199,7 @@ fn launch(instance: InstanceId, volume: bool) -> Result<Launch> {
         pool: "bare".to_owned(),
         size_bytes: Bytes::mib(DISK_MIB).0,
         must_exist: false,
+        pool_capacity_bytes: None,
         grant: Some(v1::Grant { epoch: 1, predecessor_epoch: 0, predecessor_end: v1::PredecessorEnd::None.into() }),
     };
     let mount = v1::VolumeMount { object: Some(object()), mount_path: "/data".to_owned() };

@@ -313,6 +313,11 @@ quantity!(
     SizeQuantity => Bytes,
     quantity_schema("Size of the disk, whole MiB.", bounds("size", "16Mi", "64Ti", Some(WHOLE_MIB)))
 );
+quantity!(
+    /// What may be allocated in a storage pool: 16Mi to 4Pi, whole MiB.
+    CapacityQuantity => Bytes,
+    quantity_schema("Size of all disks together, whole MiB.", bounds("capacity", "16Mi", "4Pi", Some(WHOLE_MIB)))
+);
 
 #[cfg(test)]
 mod tests {

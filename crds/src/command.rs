@@ -51,6 +51,29 @@ fn counts_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
     })
 }
 
+/// A command with everything that its caller gave. What is read at the time is no input: a replay finds other values
+/// there.
+pub trait Order {
+    /// As a command record has it.
+    fn operation(&self) -> &'static str;
+    /// First 16 hexadecimal digits of the SHA-256 of the input.
+    fn digest(&self) -> String;
+}
+
+/// A command that stands in a spec.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Requested {
+    pub id: CommandId,
+    pub operation: &'static str,
+    pub digest: String,
+}
+
+impl Requested {
+    pub fn new(id: &CommandId, order: &impl Order) -> Self {
+        Self { id: id.clone(), operation: order.operation(), digest: order.digest() }
+    }
+}
+
 /// First 16 hexadecimal digits of the SHA-256 of the content's JSON, as records and revisions have it.
 pub fn digest(content: &impl Serialize) -> String {
     let bytes = serde_json::to_vec(content).unwrap_or_default();

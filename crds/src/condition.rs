@@ -37,6 +37,10 @@ pub enum ConditionType {
     UnknownInstances,
     // StoragePool: nodes declare it with different markers.
     MarkerConflict,
+    /// Of a StoragePool: an admin has declared its data lost.
+    Lost,
+    /// Of a StoragePool: there is no space left, and guests that write there wait for it.
+    DiskFull,
     // Volume: whether its image exists, and whether a Workspace is bound.
     Created,
     Bound,

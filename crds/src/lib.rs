@@ -19,6 +19,7 @@ mod moving;
 mod names;
 mod percent;
 mod ratio;
+mod rules;
 
 pub mod node;
 pub mod overcommit_policy;
@@ -30,8 +31,8 @@ pub mod volume;
 pub mod workspace;
 pub mod yaml;
 
-pub use amounts::{AmountError, Bytes, CpuQuantity, MemoryQuantity, MilliCpu, SizeQuantity};
-pub use command::{CommandRecord, CommandResult, digest};
+pub use amounts::{AmountError, Bytes, CapacityQuantity, CpuQuantity, MemoryQuantity, MilliCpu, SizeQuantity};
+pub use command::{CommandRecord, CommandResult, Order, Requested, digest};
 pub use condition::{ConditionType, condition, set_condition};
 pub use counters::{Epoch, Incarnation, SequenceNumber, Term};
 pub use ids::{IdError, InstanceId, WorkspaceId};

@@ -239,6 +239,7 @@ async fn a_pool_with_another_marker_is_another_pool(place: Arc<Place>) -> Result
         available: true,
         capacity_bytes: Some(1 << 30),
         free_bytes: Some(1 << 29),
+        ..v1::Pool::default()
     };
     let one = Host { pools: vec![pool("uid-1")], ..Host::enroll(&place, "marker-1").await? };
     let two = Host { pools: vec![pool("uid-2")], ..Host::enroll(&place, "marker-2").await? };

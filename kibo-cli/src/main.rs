@@ -5,6 +5,7 @@
 
 mod cli;
 mod client;
+mod command;
 mod complete;
 mod enrollment;
 mod errors;

@@ -18,7 +18,7 @@ use crate::{
     config::{Accelerator, VmmConfig},
     durable,
     guest::{GuestEvent, LogSink},
-    instance::{Input, RunningVm, Watched},
+    instance::{DiskPools, Input, RunningVm, Watched},
     vmm::{Machine, SocketDir, Vmm, VmmError},
 };
 
@@ -126,6 +126,8 @@ async fn boot(vmm: &Vmm, directory: &Path, limit: Duration) -> Result<(), String
         cgroup: vmm.cgroup(&name(vmm)),
         directory: directory.to_owned(),
         sockets,
+        disks: DiskPools::default(),
+        was_stalled: false,
     };
     let mut vm = RunningVm::watch(watched, NoLog, false, &sender);
     let answer = tokio::time::timeout(limit, answer(&mut inputs, &mut vm)).await;

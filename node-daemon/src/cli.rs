@@ -82,6 +82,8 @@ enum PoolCommand {
         #[arg(long)]
         path: PathBuf,
     },
+    /// Say what is where the storage pools are declared. Fails when one of them cannot be used.
+    List(ConfigArg),
 }
 
 /// Runs what the command line says and gives the exit status.
@@ -91,6 +93,7 @@ pub fn main() -> ExitCode {
         Command::Run(args) => run(&args),
         Command::Check(args) => check(&args.config),
         Command::Pool(PoolCommand::Init { id, path }) => init_pool(&id, &path),
+        Command::Pool(PoolCommand::List(args)) => list_pools(&args.config),
         Command::Network(NetworkCommand::Remove(args)) => remove_network(&args.config),
         Command::VmLaunch(args) => launch(&args),
     };
@@ -148,6 +151,22 @@ fn init_pool(id: &PoolId, path: &Path) -> anyhow::Result<ExitCode> {
     let marker = pool::init(path, id)?;
     println!("{} is the storage pool {id}, uid {}", path.display(), marker.uid);
     Ok(ExitCode::SUCCESS)
+}
+
+fn list_pools(path: &Path) -> anyhow::Result<ExitCode> {
+    let mut all_are_good = true;
+    for config in &read_config(path)?.storage_pools {
+        let found = match pool::read_marker(&config.path, &config.id) {
+            Ok(marker) => format!("uid {}", marker.uid),
+            Err(error) => {
+                all_are_good = false;
+                format!("cannot be used: {error}")
+            }
+        };
+        let default = if config.default { " (default)" } else { "" };
+        println!("{}{default} at {}: {found}", config.id, config.path.display());
+    }
+    Ok(if all_are_good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 #[cfg(test)]

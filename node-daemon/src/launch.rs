@@ -85,6 +85,8 @@ pub struct Object {
     pub size: Bytes,
     /// The image must be there; else it is made when it is missing.
     pub must_exist: bool,
+    /// What may be allocated in the pool; absent: nobody limited it.
+    pub pool_capacity: Option<Bytes>,
 }
 
 /// An object with the right to use it.
@@ -318,6 +320,7 @@ impl TryFrom<&v1::Object> for Object {
                 .map_err(|error: kibo_crds::NameError| InvalidMessage::new("object.pool", error.to_string()))?,
             size,
             must_exist: message.must_exist,
+            pool_capacity: message.pool_capacity_bytes.map(Bytes),
         })
     }
 }

@@ -1,6 +1,7 @@
 //! What the node remembers of itself: who it is, which life it lives, what it has obeyed.
 
 use std::{
+    collections::BTreeSet,
     fs::{self, File, OpenOptions},
     io,
     os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _},
@@ -9,7 +10,7 @@ use std::{
 };
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
-use kibo_crds::{Incarnation, NodeId, Term};
+use kibo_crds::{Incarnation, NodeId, PoolId, Term};
 use kibo_protocol::{NodeKey, v1};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
@@ -124,6 +125,8 @@ pub struct NodeRecord {
     pub highest_term: Term,
     /// The latest moment that the operator told: a control plane that does not know it was put back.
     pub latest: Option<Moment>,
+    /// Pools that were declared lost, for ever.
+    pub lost_pools: BTreeSet<PoolId>,
 }
 
 /// The incarnation that a Hello names. A new life begins only when this host was booted anew, so

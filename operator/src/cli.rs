@@ -93,6 +93,9 @@ pub struct Run {
     /// How often the clock of each node is measured
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u16).range(1..=3600))]
     pub clock_seconds: u16,
+    /// How often each storage pool is looked through for what belongs to nobody
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..=604_800))]
+    pub pool_audit_seconds: u32,
     /// For people or for machines
     #[arg(long, value_enum, default_value_t = LogFormat::Human)]
     pub log_format: LogFormat,
@@ -118,6 +121,10 @@ impl Run {
 
     pub fn clock_period(&self) -> Duration {
         Duration::from_secs(self.clock_seconds.into())
+    }
+
+    pub fn pool_audit_period(&self) -> Duration {
+        Duration::from_secs(self.pool_audit_seconds.into())
     }
 
     pub fn lease_duration(&self) -> Duration {

@@ -8,6 +8,7 @@ pub mod cache;
 pub mod cli;
 mod clock;
 pub mod cluster;
+mod commands;
 pub mod context;
 pub mod crd_apply;
 pub mod evidence;

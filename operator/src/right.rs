@@ -105,6 +105,13 @@ impl Right {
         Some(Self { epoch: self.epoch, holder: None, previous: Some(ended(holder, end)) })
     }
 
+    /// The pool was declared lost: nobody holds what was in it. `None`: nobody did.
+    #[must_use]
+    pub fn lost(&self) -> Option<Self> {
+        let holder = self.holder.as_ref()?;
+        Some(Self { epoch: self.epoch, holder: None, previous: Some(ended(holder, HolderEnd::PoolLost)) })
+    }
+
     /// The next grant, which the caller makes only where [`Right::standing`] says that it can.
     pub fn granted(
         &self,
@@ -175,7 +182,8 @@ impl Right {
                 match previous.ended {
                     HolderEnd::Released => v1::PredecessorEnd::Released,
                     HolderEnd::Refused => v1::PredecessorEnd::Refused,
-                    HolderEnd::Isolated => v1::PredecessorEnd::Isolated,
+                    // What is in a lost pool is granted to nobody.
+                    HolderEnd::Isolated | HolderEnd::PoolLost => v1::PredecessorEnd::Isolated,
                     HolderEnd::IncarnationEnded => v1::PredecessorEnd::IncarnationEnded,
                 },
             ),

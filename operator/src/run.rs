@@ -262,6 +262,9 @@ impl Replica {
         until_listed(&node_store).await?;
 
         room.run();
+        let unowned =
+            storage_pool::run_unowned(ctx.clone(), workspaces.clone(), pool_store, self.args.pool_audit_period());
+        tasks.spawn(stop.clone().run_until_cancelled_owned(unowned));
         tasks.spawn(stop.clone().run_until_cancelled_owned(watchdog::run(ctx.clone())));
         let leading = Leading { nodes: control, desired: workspaces.clone(), events: workspaces, streams };
         self.server.lead(Arc::new(leading));

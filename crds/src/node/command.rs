@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 
 use super::NodeSpec;
-use crate::{CommandId, Ratio, digest};
+use crate::{CommandId, Order, Ratio, Requested, digest};
 
 /// One command with everything that its caller gave. What is read at the time (an incarnation, the labels before) is
 /// no input: a replay finds other values there.
@@ -37,9 +37,8 @@ pub enum NodeCommand {
     },
 }
 
-impl NodeCommand {
-    /// As a command record has it.
-    pub fn operation(&self) -> &'static str {
+impl Order for NodeCommand {
+    fn operation(&self) -> &'static str {
         match self {
             Self::Issue => "issue",
             Self::Revoke => "revoke",
@@ -53,23 +52,8 @@ impl NodeCommand {
         }
     }
 
-    /// First 16 hexadecimal digits of the SHA-256 of the input.
-    pub fn digest(&self) -> String {
+    fn digest(&self) -> String {
         digest(self)
-    }
-}
-
-/// A command that stands in a spec.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Requested {
-    pub id: CommandId,
-    pub operation: &'static str,
-    pub digest: String,
-}
-
-impl Requested {
-    fn new(id: &CommandId, command: &NodeCommand) -> Self {
-        Self { id: id.clone(), operation: command.operation(), digest: command.digest() }
     }
 }
 

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{CommandId, Incarnation, Ratio};
 
-pub use command::{NodeCommand, Requested};
+pub use command::NodeCommand;
 pub use status::{
     Admission, AdoptionResult, Amounts, EffectiveOvercommit, Holder, HolderEnd, HostUsage, IsolationResult,
     IsolationState, NodeClock, NodePhase, NodePool, NodeReport, NodeSession, NodeStatus, PreviousHolder, Quarantine,

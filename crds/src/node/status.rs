@@ -347,6 +347,16 @@ pub struct NodePool {
     pub capacity: Option<Bytes>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub free: Option<Bytes>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub used: Option<Bytes>,
+    /// Guests on this node that wait for space in the pool.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub waiting_guests: u32,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+fn is_zero(number: &u32) -> bool {
+    *number == 0
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
@@ -391,6 +401,8 @@ pub enum HolderEnd {
     Isolated,
     /// The node came back and proved that nothing of that incarnation runs.
     IncarnationEnded,
+    /// The pool was declared lost, and with it the object.
+    PoolLost,
 }
 
 #[cfg(test)]

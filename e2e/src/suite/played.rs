@@ -22,6 +22,7 @@ pub async fn host(place: &Place, id: &str) -> Result<Host> {
         available: true,
         capacity_bytes: Some(100 << 30),
         free_bytes: Some(100 << 30),
+        ..v1::Pool::default()
     }];
     let host = Host { pools, ..Host::enroll(place, id).await? };
     let (key, value) = place.selector();

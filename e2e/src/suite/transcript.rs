@@ -100,6 +100,7 @@ static VERSION: LazyLock<Regex> = LazyLock::new(|| pattern(r"\bregistration_vers
 static POLICY_VERSION: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Version: +)\d+$"));
 static IDLE: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^( +CPU idle +)\S.*$"));
 static FREE: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Free: +)[\d.]+[KMGTP]i$"));
+static USED: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Used: +)[\d.]+[KMGTP]i$"));
 static HEADER: LazyLock<Regex> = LazyLock::new(|| pattern(r"^ *[A-Z][A-Z_/]*( {3,}[A-Z][A-Z_/]*)+$"));
 static GAP: LazyLock<Regex> = LazyLock::new(|| pattern(" {3,}"));
 
@@ -126,6 +127,7 @@ impl Normalizer {
         let text = CAPACITY.replace_all(&text, "${1}100.0Gi");
         let text = IDLE.replace_all(&text, "${1}97.31 %");
         let text = FREE.replace_all(&text, "${1}60.0Gi");
+        let text = USED.replace_all(&text, "${1}40.0Gi");
         let text = CLOCK.replace_all(&text, "${1}+0.0s, give or take 1ms, kernel: synchronized");
         let text = VERSION.replace_all(&text, "registration_version is 77");
         let text = POLICY_VERSION.replace_all(&text, "${1}77");
@@ -149,6 +151,7 @@ fn fixed_cell(header: &str) -> Option<&'static str> {
         "SAMPLE_AGE" => Some("5s"),
         "CAPACITY" => Some("100.0Gi"),
         "FREE" => Some("60.0Gi"),
+        "USED" => Some("40.0Gi"),
         "FREE/CAPACITY" => Some("60.0Gi/100.0Gi"),
         "REG_VERSION" => Some("77"),
         _ => None,

@@ -6,6 +6,7 @@
 mod amounts;
 mod case;
 mod nodes;
+mod pools;
 mod workspaces;
 
 use std::process::ExitCode;
@@ -127,6 +128,7 @@ async fn every_rule(place: Arc<Place>) -> anyhow::Result<()> {
         nodes::counters(),
         nodes::nodes(),
         nodes::commands(),
+        pools::pools(),
     ]
     .into_iter()
     .flatten()

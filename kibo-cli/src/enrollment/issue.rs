@@ -67,7 +67,7 @@ pub async fn issue(cluster: &Cluster, args: Issue) -> Result<()> {
 /// Puts the grant into the Node, in place of a former one. What forbids it (the node is retired) is a rule of the API.
 async fn store(cluster: &Cluster, id: &NodeId, mut grant: Enrollment, write: WriteArgs) -> Result<()> {
     let is_expected = write.expected_version.is_some();
-    let submission = Submission::new(cluster, id.as_str(), NodeCommand::Issue, write);
+    let submission = Submission::new(cluster, id.as_str(), &NodeCommand::Issue, write);
     grant.request_id = submission.id_if_named().cloned();
     if submission.api.get_opt(id.as_str()).await.on(&submission.subject)?.is_none() {
         if is_expected {

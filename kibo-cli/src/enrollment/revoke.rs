@@ -22,11 +22,11 @@ pub struct Revoke {
 }
 
 pub async fn revoke(cluster: &Cluster, args: Revoke) -> Result<()> {
-    let submission = Submission::new(cluster, &args.node, NodeCommand::Revoke, args.write);
+    let submission = Submission::new(cluster, &args.node, &NodeCommand::Revoke, args.write);
     let patch = |_: &Node| -> Result<Value> {
         Ok(json!({ "spec": { "enrollment": null, "revocation": { "requestId": submission.id } } }))
     };
-    let Recorded { node, record } = submission.run(patch).await?;
+    let Recorded { object: node, record } = submission.run(patch).await?;
     let lived = node.status.as_ref().is_some_and(|status| status.key_hash.is_some());
     let text = if lived {
         format!("{} is REVOKED: a host becomes it again only with a new token", submission.subject)

@@ -7,11 +7,7 @@ use kibo_crds::{
 };
 use serde_json::json;
 
-use super::{
-    command::{Submission, WriteArgs},
-    outcome::Outcome,
-    view::drain_requested,
-};
+use super::{Submission, WriteArgs, outcome::Outcome, view::drain_requested};
 use crate::{
     client::Cluster,
     errors::{Error, Kind, Result, Subject},
@@ -43,7 +39,7 @@ pub struct CancelDrain {
 }
 
 pub async fn drain(cluster: &Cluster, args: Drain) -> Result<()> {
-    let submission = Submission::new(cluster, &args.node, NodeCommand::Drain, args.write);
+    let submission = Submission::new(cluster, &args.node, &NodeCommand::Drain, args.write);
     let record = submission.run(request(&submission, true)).await?.record;
     let mut text = format!("{}: drain requested", submission.subject);
     if args.wait {
@@ -55,7 +51,7 @@ pub async fn drain(cluster: &Cluster, args: Drain) -> Result<()> {
 }
 
 pub async fn cancel_drain(cluster: &Cluster, args: CancelDrain) -> Result<()> {
-    let submission = Submission::new(cluster, &args.node, NodeCommand::CancelDrain, args.write);
+    let submission = Submission::new(cluster, &args.node, &NodeCommand::CancelDrain, args.write);
     let record = submission.run(request(&submission, false)).await?.record;
     let text = format!("{}: drain cancelled", submission.subject);
     present(args.output.form(), &Outcome { node: args.node, record, text })

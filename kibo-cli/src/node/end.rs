@@ -1,17 +1,13 @@
 //! `kibo node isolate` and `retire`: what cannot be taken back.
 
-use std::io::{self, BufRead as _, IsTerminal as _, Write as _};
-
 use clap::Args;
 use kibo_crds::{CommandRecord, Node, node::NodeCommand};
 use serde_json::{Value, json};
 
-use super::{
-    command::{Recorded, Submission, WriteArgs},
-    outcome::Outcome,
-};
+use super::{Recorded, Submission, WriteArgs, outcome::Outcome};
 use crate::{
     client::Cluster,
+    command::{Question, confirm},
     errors::{Error, Kind, Result, Subject},
     output::{OutputArgs, present},
 };
@@ -52,7 +48,7 @@ pub struct Retire {
 
 pub async fn isolate(cluster: &Cluster, args: Isolate) -> Result<()> {
     let force_despite_evidence = args.force_despite_evidence;
-    let submission = Submission::new(cluster, &args.node, NodeCommand::Isolate { force_despite_evidence }, args.write);
+    let submission = Submission::new(cluster, &args.node, &NodeCommand::Isolate { force_despite_evidence }, args.write);
     let patch = |node: &Node| {
         let incarnation = node.status.as_ref().and_then(|status| status.incarnation).ok_or_else(|| {
             let text = format!("{} has never had a session, so there is nothing of it to isolate", submission.subject);
@@ -86,9 +82,14 @@ fn isolated(subject: &Subject, record: &CommandRecord) -> String {
 
 pub async fn retire(cluster: &Cluster, args: Retire) -> Result<()> {
     let write = WriteArgs { command_id: args.command_id, expected_version: args.expected_version };
-    let submission = Submission::new(cluster, &args.node, NodeCommand::Retire, write);
+    let submission = Submission::new(cluster, &args.node, &NodeCommand::Retire, write);
     if !args.yes {
-        confirm(&submission.subject)?;
+        confirm(&Question {
+            subject: &submission.subject,
+            question: "Retire",
+            consequence: "for ever? Its name is never used again.",
+            verb: "retire",
+        })?;
     }
     let patch = |_: &Node| -> Result<Value> {
         Ok(json!({ "spec": {
@@ -112,23 +113,6 @@ fn advise(error: Error, subject: &Subject) -> Error {
         ));
     }
     error
-}
-
-/// Asks on the terminal.
-fn confirm(subject: &Subject) -> Result<()> {
-    if !(io::stdin().is_terminal() && io::stderr().is_terminal()) {
-        return Err(Error::invalid(format!("there is no terminal to confirm that {subject} is retired for ever"))
-            .next(format!("{} --yes", subject.command("retire"))));
-    }
-    let mut stderr = io::stderr();
-    write!(stderr, "Retire {subject} for ever? Its name is never used again. Type yes: ")?;
-    stderr.flush()?;
-    let mut answer = String::new();
-    io::stdin().lock().read_line(&mut answer)?;
-    if answer.trim().eq_ignore_ascii_case("yes") {
-        return Ok(());
-    }
-    Err(Error::new(Kind::FailedPrecondition, format!("not confirmed, so {subject} stays as it is")))
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 mod adopt;
 mod changes;
-mod command;
+mod commanded;
 mod drain;
 mod end;
 mod list;
@@ -14,8 +14,8 @@ mod settings;
 mod tests;
 mod view;
 
+pub use crate::command::{Given, Recorded, WriteArgs};
 use clap::Subcommand;
-pub use command::{Given, Recorded, Submission, WriteArgs};
 use kibo_crds::{Node, NodeId};
 use kube::api::ListParams;
 pub use outcome::Outcome;
@@ -105,6 +105,9 @@ pub async fn run(cluster: &Cluster, command: Command) -> Result<()> {
         }
     }
 }
+
+/// A command to a node.
+pub type Submission = crate::command::Submission<Node>;
 
 pub fn subject(name: &str) -> Subject {
     Subject::cluster("Node", name)

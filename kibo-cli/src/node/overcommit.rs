@@ -15,10 +15,7 @@ use kube::{
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::{
-    command::{Recorded, Submission, WriteArgs},
-    outcome::Outcome,
-};
+use super::{Recorded, Submission, WriteArgs, outcome::Outcome};
 use crate::{
     client::Cluster,
     errors::{Error, Kind, On as _, Result, Subject, program},
@@ -202,7 +199,7 @@ async fn set(cluster: &Cluster, args: Set) -> Result<()> {
     // What is not given stays what it is, and is part of what this command asks for.
     let ratios = wanted(&cluster.cluster_wide().get(&args.node).await.on(&subject)?);
     let command = NodeCommand::SetOvercommit { cpu: ratios.0, memory: ratios.1 };
-    let submission = Submission::new(cluster, &args.node, command, args.write);
+    let submission = Submission::new(cluster, &args.node, &command, args.write);
     let patch = |node: &Node| -> Result<Value> {
         if wanted(node) != ratios {
             let text = format!("the ratios of {subject} changed meanwhile, and nothing was done");

@@ -3,13 +3,10 @@
 use std::{collections::BTreeMap, str::FromStr};
 
 use clap::{Args, Subcommand};
-use kibo_crds::{Node, node::NodeCommand};
+use kibo_crds::{Node, Order as _, node::NodeCommand};
 use serde_json::{Value, json};
 
-use super::{
-    command::{Recorded, Submission, WriteArgs},
-    outcome::Outcome,
-};
+use super::{Recorded, Submission, WriteArgs, outcome::Outcome};
 use crate::{
     client::Cluster,
     errors::{Error, Result},
@@ -90,7 +87,7 @@ impl FromStr for LabelChange {
 pub async fn set_slots(cluster: &Cluster, args: SetSlots) -> Result<()> {
     let command = NodeCommand::SetSlots { slots: args.slots.0 };
     let digest = command.digest();
-    let submission = Submission::new(cluster, &args.node, command, args.write);
+    let submission = Submission::new(cluster, &args.node, &command, args.write);
     let patch = |_: &Node| -> Result<Value> {
         let request = json!({ "requestId": submission.id, "digest": digest });
         Ok(json!({ "spec": { "slots": args.slots.0, "slotsRequest": request } }))
@@ -110,7 +107,7 @@ pub async fn label(cluster: &Cluster, args: Label) -> Result<()> {
     }
     let command = NodeCommand::Label { changes: changes.clone() };
     let digest = command.digest();
-    let submission = Submission::new(cluster, &args.node, command, args.write);
+    let submission = Submission::new(cluster, &args.node, &command, args.write);
     let patch = |_: &Node| -> Result<Value> {
         let request = json!({ "requestId": submission.id, "digest": digest });
         Ok(json!({ "metadata": { "labels": changes }, "spec": { "labelRequest": request } }))

@@ -151,6 +151,7 @@ fn an_instance_in_the_list_is_not_counted_twice() {
         state: v1::InstanceState::Starting,
         cpu: MilliCpu(1000),
         allocated_memory: Bytes(GI),
+        pools: std::collections::BTreeSet::new(),
     };
     assert_eq!(ledger.totals(&[]).0.instances, 1);
     assert_eq!(ledger.totals(&[listed]), (Allocated::default(), BTreeMap::new()));

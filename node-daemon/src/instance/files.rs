@@ -95,6 +95,9 @@ pub struct Record {
     /// How many ends of the entrypoint were made events.
     #[serde(default)]
     pub exits_told: u32,
+    /// It stands still because its disk could not be written, and people were told.
+    #[serde(default)]
+    pub stalled: bool,
     /// Of the guest, from before anything was made for it on the host; absent when it has no network.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<Ipv4Addr>,
@@ -116,6 +119,7 @@ impl Record {
             objects_taken: false,
             available: false,
             exits_told: 0,
+            stalled: false,
             address: None,
             process: None,
             ending: None,

@@ -2,6 +2,7 @@
 
 use std::{fs::File, path::Path};
 
+use kibo_crds::PoolId;
 use kibo_guest_protocol::v1 as guest;
 use kibo_protocol::v1::{self, EndReason, ObjectState, ObjectUse};
 
@@ -89,6 +90,12 @@ fn root_image(images_dir: &Path, launch: &Launch) -> Result<RootImage, Ending> {
         let message = format!("this node has no root image {:?} in {directory}", launch.root_image.as_str());
         Ending::new(EndReason::StorageFailed, message)
     })
+}
+
+/// Which pool each writable disk is in, by its serial.
+pub fn disk_pools(launch: &Launch) -> Vec<(String, PoolId)> {
+    let serial = |index: usize| index.checked_sub(1).map_or_else(|| LAYER_SERIAL.to_owned(), volume_serial);
+    launch.objects().enumerate().map(|(index, granted)| (serial(index), granted.object.pool.clone())).collect()
 }
 
 fn volume_serial(index: usize) -> String {

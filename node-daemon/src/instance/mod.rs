@@ -14,6 +14,7 @@ mod machine;
 mod recover;
 mod releasing;
 mod root_image;
+mod stall;
 mod streams;
 mod task;
 mod timeline;
@@ -21,7 +22,7 @@ mod types;
 mod vm;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
@@ -44,6 +45,7 @@ use crate::{
 };
 use files::{InstanceDirs, Record};
 pub(crate) use machine::Input;
+pub(crate) use stall::DiskPools;
 pub(crate) use vm::{RunningVm, Watched};
 
 pub use files::FilesError;
@@ -272,6 +274,7 @@ impl Inner {
             state,
             cpu: launch.cpu,
             allocated_memory: launch.allocated_memory,
+            pools: launch.objects().map(|granted| granted.object.pool.clone()).collect(),
         };
         let mut running = self.lock();
         if running.get(&launch.instance()).is_some_and(|handle| handle.unclear.is_none()) {
@@ -291,6 +294,7 @@ impl Inner {
             state: v1::InstanceState::Running,
             cpu: MilliCpu(0),
             allocated_memory: Bytes(0),
+            pools: BTreeSet::new(),
         };
         let (inputs, _) = mpsc::unbounded_channel();
         self.lock().insert(instance, Handle { summary, inputs, guest: None, unclear: Some(problem.to_owned()) });

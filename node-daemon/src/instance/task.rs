@@ -15,6 +15,7 @@ use super::{
     launching,
     machine::{Action, Ending, Input, State},
     releasing,
+    stall::DiskPools,
     timeline::{Part, Timeline},
     vm::{self, RunningVm, Watched},
 };
@@ -230,7 +231,9 @@ impl Task {
         let log = deps.logs.writer(&self.launch.layer.object.uid, instance);
         let cgroup = deps.vmm.cgroup(&instance.to_string());
         let directory = self.directory.path().to_owned();
-        let watched = Watched { process, complaints, cgroup, directory, sockets };
+        let disks = DiskPools::new(deps.pools.clone(), launching::disk_pools(&self.launch));
+        let was_stalled = self.record.stalled;
+        let watched = Watched { process, complaints, cgroup, directory, sockets, disks, was_stalled };
         let vm = RunningVm::watch(watched, log, self.record.configured, &self.inputs.sender);
         self.inner.set_guest(instance, Some(vm.guest.clone()));
         self.vm = Some(vm);
@@ -309,6 +312,8 @@ impl Task {
                 self.entrypoint_ended(&state).await;
                 return None;
             }
+            // It stands still, which was told.
+            GuestEvent::Unresponsive if self.record.stalled => return None,
             GuestEvent::Unresponsive => Input::Noticed(Kind::GuestUnresponsive(protocol::GuestUnresponsive {})),
             GuestEvent::Responsive => Input::Noticed(Kind::GuestResponsive(protocol::GuestResponsive {})),
         })
@@ -376,9 +381,23 @@ impl Task {
                 kibo_failpoint::reach("vm-killed").await;
             }
             // Of these there can be any number, and an order to stop must not wait behind a full disk.
-            Action::Tell(kind) => {
-                self.try_tell(kind).await;
-            }
+            Action::Tell(kind) => self.tell(kind).await,
+        }
+    }
+
+    /// Tells what can be spared. That the guest stands still is noted too: the daemon after this one is to know it.
+    async fn tell(&mut self, kind: Kind) {
+        let stalled = match kind {
+            Kind::Paused(_) => Some(true),
+            Kind::Resumed(_) => Some(false),
+            _ => None,
+        };
+        self.try_tell(kind).await;
+        if let Some(stalled) = stalled.filter(|stalled| *stalled != self.record.stalled)
+            && let Err(problem) = self.remember(|record| record.stalled = stalled).await
+        {
+            tracing::warn!(instance = %self.launch.instance(), problem = problem.message, "a pause may be told twice");
+            self.record.stalled = stalled;
         }
     }
 

@@ -1,7 +1,9 @@
 //! What the other rooms see of an Instance.
 
+use std::collections::BTreeSet;
+
 use bytes::Bytes;
-use kibo_crds::{InstanceId, MilliCpu};
+use kibo_crds::{InstanceId, MilliCpu, PoolId};
 use kibo_protocol::v1;
 use tokio::sync::mpsc;
 
@@ -14,6 +16,8 @@ pub struct Summary {
     pub cpu: MilliCpu,
     /// Guest memory and the VMM's own.
     pub allocated_memory: kibo_crds::Bytes,
+    /// Where its disks are.
+    pub pools: BTreeSet<PoolId>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -1,9 +1,13 @@
 //! A running VM and everybody who watches it: what they see becomes an input of its Instance.
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use kibo_guest_protocol::v1::{self as guest, guest_state};
-use kibo_protocol::v1::EndReason;
+use kibo_protocol::v1::{self as protocol, EndReason, instance_event::Kind};
 use tokio::{
     io::AsyncReadExt as _,
     net::unix::pipe,
@@ -14,6 +18,7 @@ use tokio::{
 use super::{
     console::{self, ConsoleTail},
     machine::{Ending, GuestCondition, Input},
+    stall::{self, DiskPools, Stall, Step},
     task::or_abort,
 };
 use crate::{
@@ -22,8 +27,6 @@ use crate::{
 };
 
 const RECONNECT: Duration = Duration::from_millis(500);
-/// A guest that was paused because its pool was full is tried again.
-const RESUME: Duration = Duration::from_secs(5);
 /// What QEMU complains about before it goes; more is cut off.
 const COMPLAINTS: usize = 1000;
 const LAST_WORDS: Duration = Duration::from_millis(100);
@@ -36,6 +39,9 @@ pub struct Watched {
     pub cgroup: Cgroup,
     pub directory: PathBuf,
     pub sockets: SocketDir,
+    pub disks: DiskPools,
+    /// An earlier daemon saw it stand still for want of space, and not go on.
+    pub was_stalled: bool,
 }
 
 /// The watchers of one VM; they end with it.
@@ -61,14 +67,14 @@ impl Watchers {
 impl RunningVm {
     /// `known`: the agent had answered to an earlier daemon, so its silence is worth an event.
     pub fn watch(watched: Watched, log: impl LogSink, known: bool, inputs: &mpsc::UnboundedSender<Input>) -> Self {
-        let Watched { process, complaints, cgroup, directory, sockets } = watched;
+        let Watched { process, complaints, cgroup, directory, sockets, disks, was_stalled } = watched;
         let process = Arc::new(process);
         let (qmp, control) = watch::channel(None);
         let console = ConsoleTail::default();
         let (guest, events, conversation) = Guest::converse(sockets.clone(), log, known);
         let mut watchers = Watchers::default();
         watchers.spawn("process", watch_process(process.clone(), complaints, cgroup, inputs.clone()));
-        watchers.spawn("control socket", watch_control(sockets.clone(), qmp, inputs.clone()));
+        watchers.spawn("control socket", watch_control(sockets.clone(), disks, was_stalled, qmp, inputs.clone()));
         watchers.spawn("console", console::follow(sockets, directory, console.clone()));
         watchers.spawn("guest", conversation);
         Self { process, control, guest, events, console, watchers }
@@ -170,15 +176,18 @@ async fn listen(pipe: Option<pipe::Receiver>, said: &mut Vec<u8>) {
 
 async fn watch_control(
     sockets: SocketDir,
+    disks: DiskPools,
+    was_stalled: bool,
     published: watch::Sender<Option<Qmp>>,
     inputs: mpsc::UnboundedSender<Input>,
 ) {
+    let mut stall = was_stalled.then(|| Stall::found(&disks, true, Instant::now()));
     loop {
         let connected = async { Qmp::connect(sockets.connect(CONTROL_SOCKET).await?).await }.await;
         match connected {
             Ok((qmp, events)) => {
                 published.send_replace(Some(qmp.clone()));
-                listen_to(qmp, events, &inputs).await;
+                listen_to(qmp, events, &disks, &mut stall, &inputs).await;
                 published.send_replace(None);
             }
             Err(error) => tracing::debug!(%error, "QEMU's control socket cannot be used yet"),
@@ -187,31 +196,58 @@ async fn watch_control(
     }
 }
 
-async fn listen_to(qmp: Qmp, mut events: mpsc::UnboundedReceiver<QmpEvent>, inputs: &mpsc::UnboundedSender<Input>) {
+async fn listen_to(
+    qmp: Qmp,
+    mut events: mpsc::UnboundedReceiver<QmpEvent>,
+    disks: &DiskPools,
+    stall: &mut Option<Stall>,
+    inputs: &mpsc::UnboundedSender<Input>,
+) {
     let report = |input| drop(inputs.send(input));
-    let mut paused = false;
     // What happened while nobody listened.
     match qmp.run_state().await {
         Ok(RunState::Shutdown) => report(Input::Off { by_guest: true, reason: "while the daemon was away".to_owned() }),
         Ok(RunState::GuestPanicked) => report(Input::Panicked),
-        Ok(RunState::IoError) => paused = true,
+        Ok(RunState::IoError) => {
+            let found = stall.get_or_insert_with(|| Stall::found(disks, false, Instant::now()));
+            found.failed_again(Instant::now());
+            report(Input::Noticed(Kind::Paused(found.message())));
+        }
         Ok(RunState::Running | RunState::Other) | Err(_) => {}
     }
     loop {
         let event = tokio::select! {
             event = events.recv() => event,
-            () = tokio::time::sleep(RESUME), if paused => {
-                paused = qmp.resume().await.is_err();
+            () = tokio::time::sleep(stall::LOOK_EVERY), if stall.is_some() => {
+                if let Some(stalled) = stall.as_mut() {
+                    match stalled.next(disks, Instant::now()) {
+                        Step::Wait => {}
+                        Step::Try => {
+                            if qmp.resume().await.is_ok() {
+                                stalled.goes_on(Instant::now());
+                            }
+                        }
+                        Step::Over => {
+                            *stall = None;
+                            report(Input::Noticed(Kind::Resumed(protocol::Resumed {})));
+                        }
+                    }
+                }
                 continue;
             }
         };
         match event {
             Some(QmpEvent::Shutdown { by_guest, reason }) => report(Input::Off { by_guest, reason }),
             Some(QmpEvent::GuestPanicked) => report(Input::Panicked),
-            Some(QmpEvent::BlockError { device, stopped }) => {
-                tracing::warn!(device, stopped, "a disk of the guest failed: see whether its pool is full");
-                paused |= stopped;
-            }
+            Some(QmpEvent::BlockError { disk, stopped, is_full, reason }) => match stall.as_mut() {
+                Some(stalled) if stopped => stalled.failed_again(Instant::now()),
+                None if stopped => {
+                    tracing::warn!(disk, is_full, reason, "a disk of the guest cannot be written: it stands still");
+                    let begun = stall.insert(Stall::begin(disks, &disk, is_full, &reason, Instant::now()));
+                    report(Input::Noticed(Kind::Paused(begun.message())));
+                }
+                _ => tracing::warn!(disk, reason, "a disk of the guest cannot be read"),
+            },
             Some(QmpEvent::AgentPort { .. }) => {}
             Some(QmpEvent::Closed) | None => return,
         }

@@ -27,6 +27,11 @@ pub enum ImageError {
     Size { path: PathBuf, found: u64, expected: u64 },
     #[error("the pool has {free} free, an image of {size} needs as much: free some space or choose a smaller size")]
     NoSpace { free: Bytes, size: Bytes },
+    #[error(
+        "{capacity} may be allocated in the pool and {allocated} are, so an image of {size} does not fit: \
+         set a larger capacity or choose a smaller size"
+    )]
+    NoCapacity { capacity: Bytes, allocated: Bytes, size: Bytes },
     #[error("failed to make a file system in {path}: {problem}")]
     Mkfs { path: PathBuf, problem: String },
     #[error(
@@ -37,11 +42,21 @@ pub enum ImageError {
     Io { action: &'static str, path: PathBuf, source: io::Error },
 }
 
-/// Free bytes and all bytes of the file system that a directory is on.
-pub fn space(dir: &Path) -> io::Result<(Bytes, Bytes)> {
+/// The space of a file system.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Space {
+    /// For everybody; some file systems keep a rest for root.
+    pub free: Bytes,
+    pub used: Bytes,
+    pub capacity: Bytes,
+}
+
+/// Of the file system that a directory is on.
+pub fn space(dir: &Path) -> io::Result<Space> {
     let fs = statvfs(dir)?;
     let bytes = |blocks: u64| Bytes(blocks.saturating_mul(fs.f_frsize));
-    Ok((bytes(fs.f_bavail), bytes(fs.f_blocks)))
+    let used = fs.f_blocks.saturating_sub(fs.f_bfree);
+    Ok(Space { free: bytes(fs.f_bavail), used: bytes(used), capacity: bytes(fs.f_blocks) })
 }
 
 /// Size of an object's image; `None` when it does not exist.
@@ -66,7 +81,7 @@ pub fn ensure(dir: &Path, uid: &ObjectUid, wanted: Bytes, must_exist: bool) -> R
         None if must_exist => return Err(ImageError::Missing { path }),
         None => {}
     }
-    let (free, _) = space(dir).map_err(failed("find the free space for"))?;
+    let Space { free, .. } = space(dir).map_err(failed("find the free space for"))?;
     if free.saturating_sub(HEADROOM) < wanted {
         return Err(ImageError::NoSpace { free, size: wanted });
     }

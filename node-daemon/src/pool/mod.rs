@@ -9,7 +9,9 @@
 
 mod fence;
 mod image;
+mod listing;
 mod lock;
+mod loss;
 mod marker;
 mod moving;
 mod object;
@@ -20,9 +22,13 @@ mod status;
 mod tests;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fs, io,
     path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU32, Ordering},
+    },
 };
 
 use kibo_crds::{Bytes, Epoch, Incarnation, NodeId, ObjectUid, PoolId};
@@ -30,6 +36,7 @@ use kibo_protocol::v1;
 
 pub use fence::{Beat, FenceError};
 pub use image::{ImageError, ensure as ensure_image, open as open_image};
+pub use listing::{PoolEntry, PoolPage};
 pub use marker::{Marker, MarkerError, init, read as read_marker};
 pub use moving::{MoveError, Progress};
 pub use records::{Conflict, LastTaken, NotACopy};
@@ -37,6 +44,7 @@ pub use status::PoolStatus;
 
 use crate::config::PoolConfig;
 use lock::Locks;
+use loss::Loss;
 use status::StatusWatch;
 
 /// The pools of this node.
@@ -54,7 +62,10 @@ pub struct Pool {
     /// Of the marker that this daemon has seen first.
     uid: std::sync::OnceLock<String>,
     status: StatusWatch,
-    _heart: fence::Heart,
+    loss: Loss,
+    waiting: Arc<AtomicU32>,
+    /// None once the pool was declared lost.
+    heart: Mutex<Option<fence::Heart>>,
     locks: Locks,
 }
 
@@ -68,6 +79,16 @@ pub struct TakenObject {
     pub file: fs::File,
     /// The file bypasses the host's page cache.
     pub is_direct: bool,
+}
+
+/// A guest that waits for space in a pool; dropped, it waits no more.
+#[derive(Debug)]
+pub struct Waiting(Arc<AtomicU32>);
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// What the records of one object say.
@@ -85,6 +106,10 @@ pub struct PoolObject {
 pub enum PoolError {
     #[error("this node has no storage pool {0:?}: declare it in the daemon's configuration")]
     Unknown(PoolId),
+    #[error("the storage pool {0} was declared lost: nothing in it is used any more, whatever is there")]
+    Lost(PoolId),
+    #[error("the storage pool {pool} is another one than the one that is meant: its uid is {found}, not {expected}")]
+    OtherPool { pool: PoolId, expected: String, found: String },
     #[error("the storage pool {pool} is not available: {source}")]
     Unavailable { pool: PoolId, source: Box<MarkerError> },
     #[error("object {0} is busy with another operation")]
@@ -107,7 +132,9 @@ impl PoolError {
     /// The same for the operator.
     pub fn failure(&self) -> v1::ObjectFailure {
         match self {
-            Self::Unknown(_) | Self::Unavailable { .. } => v1::ObjectFailure::PoolUnavailable,
+            Self::Unknown(_) | Self::Unavailable { .. } | Self::Lost(_) | Self::OtherPool { .. } => {
+                v1::ObjectFailure::PoolUnavailable
+            }
             Self::Conflict { .. } | Self::NotACopy { .. } => v1::ObjectFailure::HolderConflict,
             Self::InUse(_) | Self::Busy(_) => v1::ObjectFailure::InUse,
             Self::List { .. } | Self::Fence(_) | Self::Io { .. } => v1::ObjectFailure::Io,
@@ -159,10 +186,18 @@ impl TakeError {
 impl Pools {
     /// Starts to watch every pool. One that is not there now may come later.
     pub fn open(configs: &[PoolConfig], node: &NodeId) -> io::Result<Self> {
+        Self::open_but(configs, node, &BTreeSet::new())
+    }
+
+    /// The same, and nothing is written to those that were declared lost.
+    pub fn open_but(configs: &[PoolConfig], node: &NodeId, lost: &BTreeSet<PoolId>) -> io::Result<Self> {
         let life = fence::Life::default();
         let open = |config: &PoolConfig| {
-            let heart = fence::Heart::start(config.id.clone(), config.path.clone(), node.clone(), life.clone())?;
-            let status = StatusWatch::start(config.id.clone(), config.path.clone(), node.clone())?;
+            let loss = Loss::of(lost.contains(&config.id));
+            let heart = (!loss.is_declared())
+                .then(|| fence::Heart::start(config.id.clone(), config.path.clone(), node.clone(), life.clone()))
+                .transpose()?;
+            let status = StatusWatch::start(config.id.clone(), config.path.clone(), node.clone(), loss.clone())?;
             let pool = Pool {
                 id: config.id.clone(),
                 path: config.path.clone(),
@@ -170,7 +205,9 @@ impl Pools {
                 node: node.clone(),
                 uid: std::sync::OnceLock::new(),
                 status,
-                _heart: heart,
+                loss,
+                waiting: Arc::default(),
+                heart: Mutex::new(heart),
                 locks: Locks::default(),
             };
             if let Some(problem) = pool.status().problem {
@@ -185,6 +222,13 @@ impl Pools {
     /// From now on this node's fence files say that it lives this life.
     pub fn live(&self, incarnation: Option<Incarnation>) {
         self.life.set(incarnation);
+    }
+
+    /// These were declared lost: from now on nothing is written there. Gives back those of this node that were not lost
+    /// before.
+    pub fn declare_lost(&self, ids: &BTreeSet<PoolId>) -> BTreeSet<PoolId> {
+        let own = self.pools.values().filter(|pool| ids.contains(&pool.id));
+        own.filter(|pool| pool.declare_lost()).map(|pool| pool.id.clone()).collect()
     }
 
     pub fn get(&self, id: &PoolId) -> Result<&Pool, PoolError> {
@@ -210,6 +254,17 @@ impl Pool {
         self.status.get()
     }
 
+    /// Asks for a fresh look at it, without waiting.
+    pub fn look_again(&self) {
+        self.status.look_again();
+    }
+
+    /// A guest stands still until there is space here.
+    pub fn wait_for_space(&self) -> Waiting {
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        Waiting(self.waiting.clone())
+    }
+
     /// As the session reports it.
     pub fn report(&self) -> v1::Pool {
         let status = self.status();
@@ -220,15 +275,37 @@ impl Pool {
             uid: status.uid.unwrap_or_default(),
             capacity_bytes: status.capacity.map(|bytes| bytes.0),
             free_bytes: status.free.map(|bytes| bytes.0),
+            used_bytes: status.used.map(|bytes| bytes.0),
+            waiting_guests: self.waiting.load(Ordering::Relaxed),
         }
+    }
+
+    /// Of the marker that was seen first; empty before any was.
+    fn marker_uid(&self) -> String {
+        self.uid.get().cloned().unwrap_or_default()
     }
 
     fn object_dir(&self, uid: &ObjectUid) -> PathBuf {
         self.path.join(marker::OBJECTS).join(uid.as_str())
     }
 
+    /// Whether that is news.
+    fn declare_lost(&self) -> bool {
+        if !self.loss.declare() {
+            return false;
+        }
+        tracing::error!(pool = %self.id, "the storage pool was declared lost: nothing is written there any more");
+        // Its thread ends with it.
+        self.heart.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.status.look_again();
+        true
+    }
+
     /// Looks at the marker afresh: between two looks of the watch a mount may have gone.
     fn verify(&self) -> Result<(), PoolError> {
+        if self.loss.is_declared() {
+            return Err(PoolError::Lost(self.id.clone()));
+        }
         let unavailable = |source| PoolError::Unavailable { pool: self.id.clone(), source: Box::new(source) };
         let marker = marker::read(&self.path, &self.id).map_err(unavailable)?;
         let expected = self.uid.get_or_init(|| marker.uid.clone());

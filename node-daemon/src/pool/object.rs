@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     durable,
-    launch::{GrantedObject, Taker},
+    launch::{GrantedObject, Object, Taker},
 };
 
 impl Pool {
@@ -125,6 +125,7 @@ impl Pool {
     fn open_image(&self, granted: &GrantedObject) -> Result<TakenObject, TakeFailure> {
         let object = &granted.object;
         let dir = self.object_dir(&object.uid);
+        self.check_allocation(object)?;
         let made = image::ensure(&dir, &object.uid, object.size, object.must_exist);
         if let Err(ImageError::NoSpace { free, .. }) = &made {
             // The next admission is not to believe in what the last look saw.
@@ -141,6 +142,36 @@ impl Pool {
             file,
             is_direct,
         })
+    }
+
+    /// An image that is to be made must fit into what may be allocated, besides those that are there.
+    fn check_allocation(&self, object: &Object) -> Result<(), TakeFailure> {
+        let Some(capacity) = object.pool_capacity.filter(|_| !object.must_exist) else { return Ok(()) };
+        let dir = self.object_dir(&object.uid);
+        if image::size(&dir).map_err(self.io("look at the image", &object.uid))?.is_some() {
+            return Ok(());
+        }
+        let allocated = self.allocated()?;
+        if allocated.checked_add(object.size).is_none_or(|sum| sum > capacity) {
+            return Err(ImageError::NoCapacity { capacity, allocated, size: object.size }.into());
+        }
+        Ok(())
+    }
+
+    /// The sizes of all images together.
+    fn allocated(&self) -> Result<Bytes, PoolError> {
+        let dir = self.path.join(marker::OBJECTS);
+        let failed = |source| PoolError::List { pool: self.id.clone(), source };
+        let mut sum = Bytes(0);
+        for entry in fs::read_dir(&dir).map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            if !entry.file_type().map_err(failed)?.is_dir() {
+                continue;
+            }
+            let size = image::size(&entry.path()).map_err(failed)?.unwrap_or_default();
+            sum = sum.checked_add(size).unwrap_or(Bytes(u64::MAX));
+        }
+        Ok(sum)
     }
 
     /// Removes what no decision needs any more, the lowest epoch first, so that at every point the
@@ -173,6 +204,9 @@ impl Pool {
     /// Records that an Instance's use of an object is over. Idempotent; an epoch that was never
     /// taken, or that a newer one has replaced, needs nothing.
     pub fn release(&self, uid: &ObjectUid, epoch: Epoch) -> Result<(), PoolError> {
+        if self.loss.is_declared() {
+            return Ok(());
+        }
         let _lock = self.begin(uid)?;
         self.write_released(uid, epoch).map(drop)
     }
@@ -182,6 +216,10 @@ impl Pool {
     pub fn close(&self, granted: &GrantedObject, taker: &Taker) -> Result<ObjectUse, PoolError> {
         let uid = &granted.object.uid;
         let epoch = granted.grant.epoch;
+        if self.loss.is_declared() {
+            // Nobody ever asks for it again, and nothing is written there.
+            return Ok(ObjectUse::Released);
+        }
         let _lock = self.begin(uid)?;
         let records = self.list(uid)?;
         match records.use_of(epoch) {
@@ -212,6 +250,9 @@ impl Pool {
     ) -> Result<ObjectUse, PoolError> {
         let uid = &granted.object.uid;
         let epoch = granted.grant.epoch;
+        if self.loss.is_declared() {
+            return Ok(ObjectUse::Released);
+        }
         let _lock = self.begin(uid)?;
         let records = self.list(uid)?;
         match records.use_of(epoch) {
@@ -297,6 +338,9 @@ impl Pool {
 
     /// Size of an object's image; `None` when it does not exist.
     pub fn image_size(&self, uid: &ObjectUid) -> Result<Option<Bytes>, PoolError> {
+        if self.loss.is_declared() {
+            return Ok(None);
+        }
         self.verify()?;
         image::size(&self.object_dir(uid)).map_err(self.io("find the size", uid))
     }

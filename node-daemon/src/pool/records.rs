@@ -143,6 +143,11 @@ impl Records {
         if own.taken.is_some() { TakeDecision::AlreadyMine } else { TakeDecision::Write }
     }
 
+    /// Whether a deletion was granted and has begun: the control plane gave the object up.
+    pub fn is_deletion_begun(&self) -> bool {
+        self.0.values().any(|records| records.taken.as_ref().is_some_and(Record::is_deletion))
+    }
+
     /// What became of one epoch.
     pub fn use_of(&self, epoch: Epoch) -> EpochUse {
         match self.0.get(&epoch) {

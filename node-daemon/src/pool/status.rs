@@ -11,7 +11,7 @@ use std::{
 use kibo_crds::{Bytes, NodeId, PoolId};
 use tokio::sync::watch;
 
-use super::{image, marker};
+use super::{image, loss::Loss, marker};
 use crate::clock::BootTime;
 
 const EVERY: Duration = Duration::from_secs(5);
@@ -29,12 +29,18 @@ pub struct PoolStatus {
     pub problem: Option<String>,
     pub capacity: Option<Bytes>,
     pub free: Option<Bytes>,
+    /// By whatever is on the file system.
+    pub used: Option<Bytes>,
 }
 
 impl PoolStatus {
     fn unknown() -> Self {
         let problem = Some("the pool's file system does not answer".to_owned());
-        Self { uid: None, problem, capacity: None, free: None }
+        Self::unusable(None, problem)
+    }
+
+    fn unusable(uid: Option<String>, problem: Option<String>) -> Self {
+        Self { uid, problem, capacity: None, free: None, used: None }
     }
 
     pub fn is_available(&self) -> bool {
@@ -49,7 +55,7 @@ pub struct StatusWatch {
 }
 
 impl StatusWatch {
-    pub fn start(id: PoolId, path: PathBuf, node: NodeId) -> std::io::Result<Self> {
+    pub fn start(id: PoolId, path: PathBuf, node: NodeId, loss: Loss) -> std::io::Result<Self> {
         let newest = watch::Sender::new((BootTime::now(), PoolStatus::unknown()));
         let seen = newest.clone();
         let (again, wanted) = channel();
@@ -58,7 +64,8 @@ impl StatusWatch {
             let mut uid = None;
             let mut first = Some(first);
             loop {
-                let status = look(&path, &id, &node, &mut uid);
+                let status =
+                    if loss.is_declared() { look_at_lost(&path, &id) } else { look(&path, &id, &node, &mut uid) };
                 seen.send_replace((BootTime::now(), status));
                 first.take();
                 if !wait(&wanted) {
@@ -75,7 +82,7 @@ impl StatusWatch {
         let (at, mut status) = self.newest.borrow().clone();
         if BootTime::now().since(at) > STALE_AFTER {
             status.problem = PoolStatus::unknown().problem;
-            status.free = None;
+            (status.free, status.used) = (None, None);
         }
         status
     }
@@ -103,12 +110,16 @@ fn wait(wanted: &Receiver<()>) -> bool {
     }
 }
 
+/// Without leaving anything there: only which pool it is.
+fn look_at_lost(path: &Path, id: &PoolId) -> PoolStatus {
+    let uid = marker::read(path, id).ok().map(|marker| marker.uid);
+    PoolStatus::unusable(uid, Some("it was declared lost: take it out of the daemon's configuration".to_owned()))
+}
+
 fn look(path: &Path, id: &PoolId, node: &NodeId, pinned: &mut Option<String>) -> PoolStatus {
     let marker = match marker::read(path, id) {
         Ok(marker) => marker,
-        Err(error) => {
-            return PoolStatus { uid: None, problem: Some(error.to_string()), capacity: None, free: None };
-        }
+        Err(error) => return PoolStatus::unusable(None, Some(error.to_string())),
     };
     // The identity of a pool does not change under a running daemon.
     let pinned = pinned.get_or_insert_with(|| marker.uid.clone());
@@ -120,14 +131,12 @@ fn look(path: &Path, id: &PoolId, node: &NodeId, pinned: &mut Option<String>) ->
         problem = super::sign_in(path, node).err().map(|error| format!("failed to write to the pool: {error}"));
     }
     match image::space(path) {
-        Ok((free, capacity)) => {
-            PoolStatus { uid: Some(marker.uid), problem, capacity: Some(capacity), free: Some(free) }
+        Ok(image::Space { free, used, capacity }) => {
+            PoolStatus { uid: Some(marker.uid), problem, capacity: Some(capacity), free: Some(free), used: Some(used) }
         }
-        Err(error) => PoolStatus {
-            uid: Some(marker.uid),
-            problem: Some(problem.unwrap_or_else(|| format!("the free space is unknown: {error}"))),
-            capacity: None,
-            free: None,
-        },
+        Err(error) => {
+            let problem = problem.unwrap_or_else(|| format!("the free space is unknown: {error}"));
+            PoolStatus::unusable(Some(marker.uid), Some(problem))
+        }
     }
 }

@@ -51,6 +51,7 @@ fn object(epoch: u64, predecessor_end: PredecessorEnd) -> GrantedObject {
             pool: "p".parse().unwrap(),
             size: Bytes::mib(64),
             must_exist: false,
+            pool_capacity: None,
         },
         grant: Grant { epoch: Epoch(epoch), predecessor: Epoch(epoch - 1), predecessor_end },
     }

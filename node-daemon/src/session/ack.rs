@@ -51,6 +51,7 @@ pub fn accept(record: &NodeRecord, sent: &Sent, boot_id: &str, ack: &v1::HelloAc
         highest_revision: if is_adopted { ack.revision } else { record.highest_revision.max(ack.revision) },
         highest_term: record.highest_term,
         latest: ack.moment.clone().map(Into::into).or_else(|| record.latest.clone()),
+        lost_pools: record.lost_pools.clone(),
     })
 }
 
@@ -78,6 +79,7 @@ mod tests {
             highest_revision: 9,
             highest_term: Term(2),
             latest: None,
+            lost_pools: std::collections::BTreeSet::new(),
         }
     }
 

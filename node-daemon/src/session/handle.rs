@@ -24,7 +24,7 @@ use crate::{
     clock::BootTime,
     instance::StopMode,
     launch::{By, GrantedObject, InvalidMessage, Launch, LaunchRequest, Operation, Taker, instance_id},
-    pool::{Beat, PoolError, Pools},
+    pool::{Beat, PoolEntry, PoolError, Pools},
 };
 
 pub struct Handler<I> {
@@ -171,6 +171,11 @@ impl<I: InstanceControl> Handler<I> {
             }
             Some(Message::OpenStream(open)) => self.open_stream(open),
             Some(Message::LookAtFence(look)) => self.look_at_fence(look),
+            Some(Message::ListPool(list)) => self.list_pool(list),
+            Some(Message::RemoveUnowned(remove)) => self.remove_unowned(remove),
+            Some(Message::LostPools(lost)) => {
+                self.node.lose_pools(&lost.ids).map_err(|error| End::Local(error.to_string()))?;
+            }
             Some(Message::CloseStream(close)) => {
                 if let Some(stream) = self.streams.remove(&close.stream_id) {
                     stream.cancel();
@@ -363,6 +368,36 @@ impl<I: InstanceControl> Handler<I> {
         });
     }
 
+    fn list_pool(&self, list: v1::ListPool) {
+        let (node, outbox) = (Arc::clone(&self.node), self.outbox.clone());
+        tokio::task::spawn_blocking(move || {
+            outbox.send(from_node::Message::PoolListing(listing(&node.pools, list)));
+        });
+    }
+
+    fn remove_unowned(&self, remove: v1::RemoveUnowned) {
+        let (node, outbox) = (Arc::clone(&self.node), self.outbox.clone());
+        let taker = self.taker(By::Operation(Operation::Deletion));
+        tokio::task::spawn_blocking(move || {
+            let v1::RemoveUnowned { command_id, pool, pool_uid, uid } = remove;
+            let (Ok(pool), Ok(object)) = (pool.parse(), uid.parse()) else {
+                return tracing::error!(command = command_id, "a command cannot be understood");
+            };
+            let result = node.pools.get(&pool).and_then(|pool| pool.remove_unowned(&pool_uid, &object, &taker));
+            let answer = v1::ObjectResult { command_id, uid, ..Default::default() };
+            outbox.send(from_node::Message::ObjectResult(match result {
+                Ok(()) => {
+                    tracing::info!(%pool, %object, "removed what was left of a deleted object");
+                    v1::ObjectResult { ok: true, ..answer }
+                }
+                Err(error) => {
+                    tracing::warn!(%pool, %object, %error, "what is left of a deleted object stays");
+                    v1::ObjectResult { failure: error.failure().into(), message: error.to_string(), ..answer }
+                }
+            }));
+        });
+    }
+
     fn open_stream(&mut self, open: v1::OpenStream) {
         self.streams.retain(|_, stream| !stream.is_cancelled());
         let cancel = self.closed.child_token();
@@ -382,6 +417,27 @@ fn seen(pools: &Pools, look: &v1::LookAtFence) -> Result<Option<Beat>, String> {
     let pool = look.pool.parse().map_err(|error| format!("{error}"))?;
     let node = look.node_id.parse().map_err(|error| format!("{error}"))?;
     pools.get(&pool).and_then(|pool| pool.look_at_fence(&node)).map_err(|error| error.to_string())
+}
+
+fn listing(pools: &Pools, list: v1::ListPool) -> v1::PoolListing {
+    let v1::ListPool { list_id, pool, after, limit } = list;
+    let page = pool.parse().map_err(|error| format!("{error}")).and_then(|pool| {
+        let limit = usize::try_from(limit).unwrap_or(usize::MAX);
+        pools.get(&pool).and_then(|pool| pool.entries(&after, limit)).map_err(|error| error.to_string())
+    });
+    match page {
+        Ok(page) => {
+            let entry = |entry: PoolEntry| v1::PoolEntry {
+                name: entry.name,
+                is_object: entry.uid.is_some(),
+                used_bytes: entry.used.0,
+                is_deleted: entry.is_deleted,
+            };
+            let entries = page.entries.into_iter().map(entry).collect();
+            v1::PoolListing { list_id, pool_uid: page.pool_uid, problem: String::new(), entries, more: page.more }
+        }
+        Err(problem) => v1::PoolListing { list_id, problem, ..Default::default() },
+    }
 }
 
 #[derive(Clone, Copy, Debug)]

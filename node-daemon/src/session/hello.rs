@@ -88,8 +88,14 @@ mod tests {
     #[test]
     fn an_end_in_the_spool_is_the_last_word() {
         let (running, ending, gone) = (InstanceId::generate(), InstanceId::generate(), InstanceId::generate());
-        let summary =
-            |id, state| Summary { id, workspace_uid: "u".into(), state, cpu: MilliCpu(1), allocated_memory: Bytes(1) };
+        let summary = |id, state| Summary {
+            id,
+            workspace_uid: "u".into(),
+            state,
+            cpu: MilliCpu(1),
+            allocated_memory: Bytes(1),
+            pools: std::collections::BTreeSet::new(),
+        };
         let listed = [summary(running, v1::InstanceState::Running), summary(ending, v1::InstanceState::Stopping)];
         let ended = [(ending, "u".to_owned()), (gone, "u".to_owned())];
         let mut states: Vec<_> = instances(&listed, &ended, |_| 3)

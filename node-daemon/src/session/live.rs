@@ -149,6 +149,7 @@ fn accept<I: InstanceControl>(
     let mut accepted = ack::accept(&record, sent, &node.boot_id, ack).map_err(End::Disobeyed)?;
     accepted.highest_term = kibo_crds::Term(first.term);
     node.state.update(|record| *record = accepted).map_err(|error| End::Local(error.to_string()))?;
+    node.lose_pools(&ack.lost_pools).map_err(|error| End::Local(error.to_string()))?;
     node.enters_session(Duration::from_millis(ack.return_within_millis.into()));
     let incarnation = kibo_crds::Incarnation(ack.incarnation);
     node.pools.live(Some(incarnation));

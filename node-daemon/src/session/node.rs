@@ -1,12 +1,12 @@
 //! What all sessions of this daemon share.
 
 use std::{
-    collections::HashSet,
+    collections::{BTreeSet, HashSet},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
-use kibo_crds::{Incarnation, InstanceId, NodeId, ObjectUid};
+use kibo_crds::{Incarnation, InstanceId, NodeId, ObjectUid, PoolId};
 use kibo_protocol::v1;
 
 use super::{control::InstanceControl, moves::Moves, streams::OpenStreams};
@@ -17,7 +17,7 @@ use crate::{
     launch::Taker,
     pool::Pools,
     spool::EventSpool,
-    state::{NodeState, StateDir},
+    state::{NodeState, StateDir, StateError},
 };
 
 /// So long an isolated node waits for its moves to stop.
@@ -137,6 +137,21 @@ impl<I: InstanceControl> Node<I> {
     /// The life that this node leads since its last session.
     pub(super) fn incarnation(&self) -> Option<Incarnation> {
         self.state.get().life.map(|life| life.incarnation)
+    }
+
+    /// These pools were declared lost: that is remembered first, then nothing is written there any more, and what uses
+    /// them is ended.
+    pub(super) fn lose_pools(&self, ids: &[String]) -> Result<(), StateError> {
+        let lost: BTreeSet<PoolId> = ids.iter().filter_map(|id| id.parse().ok()).collect();
+        self.state.update(|record| record.lost_pools.extend(lost.iter().cloned()))?;
+        self.pools.declare_lost(&lost);
+        for instance in self.instances.list() {
+            if let Some(pool) = instance.pools.iter().find(|pool| lost.contains(pool)) {
+                let reason = format!("one of its disks is in storage pool {pool}, which was declared lost");
+                self.instances.tear_down(instance.id, &reason);
+            }
+        }
+        Ok(())
     }
 
     /// An operator asserted that this node is dead, and others may use what it held: make it true.

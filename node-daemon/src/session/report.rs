@@ -19,12 +19,24 @@ pub struct Reporter {
     last: Option<(Instant, v1::Report)>,
 }
 
+/// With less, what needs space waits.
+fn is_full(pool: &v1::Pool) -> bool {
+    const FULL_BELOW: u64 = 16 << 20;
+    pool.free_bytes.is_some_and(|free| free < FULL_BELOW)
+}
+
 fn pool_changed(old: &v1::Pool, new: &v1::Pool) -> bool {
     let free_moved = match (old.free_bytes, new.free_bytes) {
         (Some(old), Some(new)) => old.abs_diff(new) >= SPACE_STEP,
         (old, new) => old != new,
     };
-    free_moved || old.id != new.id || old.uid != new.uid || old.available != new.available || old.default != new.default
+    free_moved
+        || old.waiting_guests != new.waiting_guests
+        || is_full(old) != is_full(new)
+        || old.id != new.id
+        || old.uid != new.uid
+        || old.available != new.available
+        || old.default != new.default
 }
 
 fn changed(old: &v1::Report, new: &v1::Report) -> bool {

@@ -171,8 +171,9 @@ impl Line {
             "-blockdev",
             format!("driver=raw,node-name={serial},file={serial}-file,discard=unmap,read-only={read_only}"),
         );
-        // A full pool pauses the guest until there is room, instead of breaking its file system.
-        let errors = if disk.read_only { "" } else { ",werror=enospc" };
+        // What cannot be written (a full pool, a file system that became read-only) pauses the guest until it can, instead
+        // of breaking the guest's file system.
+        let errors = if disk.read_only { "" } else { ",werror=stop" };
         self.device(&format!("virtio-blk-device,id=disk-{serial},drive={serial},serial={serial}{errors}"));
     }
 }

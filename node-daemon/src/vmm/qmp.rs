@@ -55,8 +55,12 @@ pub enum QmpEvent {
     },
     /// A disk failed; with `stopped` the guest is paused until the write can be tried again.
     BlockError {
-        device: String,
+        /// The disk's serial.
+        disk: String,
         stopped: bool,
+        /// There is no space left.
+        is_full: bool,
+        reason: String,
     },
     /// The socket is closed; the last event.
     Closed,
@@ -234,7 +238,12 @@ fn event(name: &str, data: &Value) -> Option<QmpEvent> {
         "SHUTDOWN" => QmpEvent::Shutdown { by_guest: data["guest"].as_bool().unwrap_or(false), reason: text("reason") },
         "GUEST_PANICKED" => QmpEvent::GuestPanicked,
         "VSERPORT_CHANGE" => QmpEvent::AgentPort { open: data["open"].as_bool().unwrap_or(false) },
-        "BLOCK_IO_ERROR" => QmpEvent::BlockError { device: text("node-name"), stopped: text("action") == "stop" },
+        "BLOCK_IO_ERROR" => QmpEvent::BlockError {
+            disk: text("node-name"),
+            stopped: text("action") == "stop",
+            is_full: data["nospace"].as_bool().unwrap_or(false),
+            reason: text("reason"),
+        },
         _ => return None,
     })
 }

@@ -1,88 +1,20 @@
-//! The commands of a Node that carry an id, on record. Pure.
-//!
-//! A command is recorded when its id is seen in the spec for the first time; its end follows from the status. A record
-//! is kept for a day, and for as long as its id stands in the spec: until then a replay must find it.
+//! The commands of a Node that carry an id. Pure.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::collections::BTreeMap;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kibo_crds::{
-    CommandRecord, CommandResult, Node,
-    node::{Admission, IsolationResult, IsolationState, NodeStatus, Requested},
+    CommandRecord, Node,
+    node::{Admission, IsolationResult, IsolationState, NodeStatus},
 };
 
-const KEPT: Duration = Duration::from_hours(24);
-const MAX: usize = 16;
-
-/// What has become of a command.
-struct Outcome {
-    result: CommandResult,
-    failure: Option<(&'static str, String)>,
-    counts: BTreeMap<String, u32>,
-}
-
-impl Outcome {
-    fn of(result: CommandResult) -> Self {
-        Self { result, failure: None, counts: BTreeMap::new() }
-    }
-
-    fn done_when(done: bool) -> Self {
-        Self::of(if done { CommandResult::Succeeded } else { CommandResult::Processing })
-    }
-
-    fn failed(reason: &'static str, message: String) -> Self {
-        Self { failure: Some((reason, message)), ..Self::of(CommandResult::Failed) }
-    }
-}
+use crate::commands::{self, Outcome};
 
 /// The records as they should be, `status` being right in everything else.
 pub fn records(node: &Node, status: &NodeStatus, now: &Time) -> Vec<CommandRecord> {
-    let requested = node.spec.requested();
-    let mut records = status.commands.clone();
-    for new in requested.iter().filter(|new| !status.commands.iter().any(|known| known.id == new.id)) {
-        records.push(begun(new, now));
-    }
-    for record in records.iter_mut().filter(|record| record.result == CommandResult::Processing) {
-        let stands = requested.iter().any(|it| it.id == record.id);
-        end(record, outcome(record, stands, node, status), now);
-    }
-    let is_pinned = |record: &CommandRecord| requested.iter().any(|it| it.id == record.id);
-    let from = now.0 - KEPT;
-    records.retain(|record| is_pinned(record) || record.finished_at.as_ref().is_none_or(|at| at.0 >= from));
-    let mut surplus = records.len().saturating_sub(MAX);
-    records.retain(|record| {
-        let goes = surplus > 0 && !is_pinned(record);
-        surplus -= usize::from(goes);
-        !goes
-    });
-    records
-}
-
-fn begun(requested: &Requested, now: &Time) -> CommandRecord {
-    CommandRecord {
-        id: requested.id.clone(),
-        operation: requested.operation.to_owned(),
-        digest: requested.digest.clone(),
-        result: CommandResult::Processing,
-        reason: None,
-        message: None,
-        counts: BTreeMap::new(),
-        started_at: now.clone(),
-        finished_at: None,
-    }
-}
-
-fn end(record: &mut CommandRecord, outcome: Outcome, now: &Time) {
-    if outcome.result == CommandResult::Processing {
-        return;
-    }
-    record.result = outcome.result;
-    record.finished_at = Some(now.clone());
-    record.counts = outcome.counts;
-    if let Some((reason, message)) = outcome.failure {
-        record.reason = Some(reason.to_owned());
-        record.message = Some(message.chars().take(1024).collect());
-    }
+    commands::records(&node.spec.requested(), &status.commands, now, |record, stands| {
+        outcome(record, stands, node, status)
+    })
 }
 
 fn outcome(record: &CommandRecord, stands: bool, node: &Node, status: &NodeStatus) -> Outcome {
@@ -132,11 +64,12 @@ fn counts(isolation: &IsolationResult) -> BTreeMap<String, u32> {
 mod tests {
     use k8s_openapi::jiff::{SignedDuration, Timestamp};
     use kibo_crds::{
-        Incarnation,
+        CommandResult, Incarnation,
         node::{Drain, Isolation, NodeSession, NodeSpec, Retirement},
     };
 
     use super::*;
+    use crate::commands::{KEPT, MAX};
 
     fn at(second: i64) -> Time {
         Time(Timestamp::from_second(second).unwrap())

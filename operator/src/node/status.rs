@@ -189,6 +189,8 @@ fn node_pool(pool: &DeclaredPool) -> NodePool {
         available: pool.available,
         capacity: pool.capacity,
         free: pool.free,
+        used: pool.used,
+        waiting_guests: pool.waiting_guests,
     }
 }
 
@@ -263,7 +265,7 @@ pub fn is_worth_a_write(old: Option<&NodeStatus>, new: &NodeStatus) -> bool {
             report.time = old.time.clone();
         }
         for pool in &mut status.pools {
-            pool.free = None;
+            (pool.free, pool.used) = (None, None);
         }
         if status.host_usage.is_some() == old.host_usage.is_some() {
             status.host_usage = None;

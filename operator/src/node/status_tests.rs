@@ -62,6 +62,8 @@ fn live(drain: bool, report: Option<Reported>) -> Live {
             available: true,
             capacity: None,
             free: Some(kibo_crds::Bytes(100)),
+            used: None,
+            waiting_guests: 0,
         }],
         host_labels: [("zone".to_owned(), "a".to_owned())].into(),
         settings: settings(drain),

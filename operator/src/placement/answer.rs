@@ -25,6 +25,11 @@ pub enum Exclusion {
         pool: PoolId,
         free: Bytes,
     },
+    /// There may be space, but the sizes of the disks add up to what may be allocated.
+    PoolAllocated {
+        pool: PoolId,
+        left: Bytes,
+    },
     NoSlot,
     Cpu {
         free: MilliCpu,
@@ -61,6 +66,7 @@ enum Reason {
     PoolUnavailable(PoolId),
     NoDefaultPool,
     PoolFull(PoolId),
+    PoolAllocated(PoolId),
     NoSlot,
     Cpu,
     Memory,
@@ -99,6 +105,7 @@ impl Unplaceable {
             Exclusion::PoolUnavailable(pool) => (Reason::PoolUnavailable(pool), 0, String::new()),
             Exclusion::NoDefaultPool => (Reason::NoDefaultPool, 0, String::new()),
             Exclusion::PoolFull { pool, free } => (Reason::PoolFull(pool), free.0, String::new()),
+            Exclusion::PoolAllocated { pool, left } => (Reason::PoolAllocated(pool), left.0, String::new()),
             Exclusion::NoSlot => (Reason::NoSlot, 0, String::new()),
             Exclusion::Cpu { free } => (Reason::Cpu, free.0, String::new()),
             Exclusion::Memory { free } => (Reason::Memory, free.0, String::new()),
@@ -136,6 +143,10 @@ impl Unplaceable {
             Reason::NoDefaultPool => format!("{n} without a default storage pool"),
             Reason::PoolFull(pool) => {
                 format!("{n} with too little space in storage pool {pool} (free: {})", shown(tally.most_free))
+            }
+            Reason::PoolAllocated(pool) => {
+                let left = shown(tally.most_free);
+                format!("{n} with too little capacity left in storage pool {pool} (not allocated: {left})")
             }
             Reason::NoSlot => format!("{n} without a free slot"),
             Reason::Cpu => {

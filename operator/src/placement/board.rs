@@ -86,8 +86,8 @@ impl Board {
     }
 
     fn charge_pool(&mut self, pool: &PoolId, disk: &Disk) {
-        let size = disk.to_allocate();
-        if size == Bytes(0) {
+        let (size, reserved) = (disk.to_allocate(), disk.to_reserve());
+        if size == Bytes(0) && reserved == Bytes(0) {
             return;
         }
         let members = self.members.get(pool).cloned().unwrap_or_else(|| Rc::from([]));
@@ -95,6 +95,7 @@ impl Board {
             let pools = self.nodes.get_mut(member).map(|node| node.pools.as_mut_slice()).unwrap_or_default();
             for attached in pools.iter_mut().filter(|attached| attached.id == *pool) {
                 attached.free = attached.free.map(|free| free.saturating_sub(size));
+                attached.unallocated = attached.unallocated.map(|left| left.saturating_sub(reserved));
             }
         }
     }

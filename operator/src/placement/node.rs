@@ -38,6 +38,8 @@ pub struct CandidatePool {
     pub access: PoolAccess,
     /// Free space minus what was promised to images that are not made yet.
     pub free: Option<Bytes>,
+    /// What may be allocated there and is not; sizes count, not what disks occupy.
+    pub unallocated: Option<Bytes>,
 }
 
 /// Whether a node can use a pool that it declares.
@@ -111,7 +113,7 @@ impl CandidateNode {
     }
 
     fn pools_for(&self, disks: &[Disk]) -> Result<Vec<PoolId>, Exclusion> {
-        let mut claimed: BTreeMap<&PoolId, Bytes> = BTreeMap::new();
+        let (mut claimed, mut allocated) = (BTreeMap::<&PoolId, Bytes>::new(), BTreeMap::<&PoolId, Bytes>::new());
         let mut pools = Vec::with_capacity(disks.len());
         for disk in disks {
             let (pool, size) = match disk {
@@ -126,8 +128,8 @@ impl CandidateNode {
                 PoolAccess::BeingRegistered => return Err(Exclusion::PoolBeingRegistered(pool.id.clone())),
                 PoolAccess::OutOfReach => return Err(Exclusion::PoolUnavailable(pool.id.clone())),
             }
-            let claim = claimed.entry(&pool.id).or_default();
             let full = |free| Exclusion::PoolFull { pool: pool.id.clone(), free };
+            let claim = claimed.entry(&pool.id).or_default();
             *claim = claim.checked_add(size).ok_or_else(|| full(pool.free.unwrap_or_default()))?;
             // An image that exists in full needs nothing, also in a pool that is over-promised.
             if let Some(free) = pool.free
@@ -135,6 +137,14 @@ impl CandidateNode {
                 && *claim > free
             {
                 return Err(full(free));
+            }
+            let new = allocated.entry(&pool.id).or_default();
+            *new = new.checked_add(disk.to_reserve()).ok_or_else(|| full(pool.free.unwrap_or_default()))?;
+            if let Some(unallocated) = pool.unallocated
+                && disk.to_reserve() > Bytes(0)
+                && *new > unallocated
+            {
+                return Err(Exclusion::PoolAllocated { pool: pool.id.clone(), left: unallocated });
             }
             pools.push(pool.id.clone());
         }
@@ -159,6 +169,14 @@ impl Disk {
     pub fn to_allocate(&self) -> Bytes {
         match self {
             Self::In { to_allocate, .. } => *to_allocate,
+            Self::New { size, .. } => *size,
+        }
+    }
+
+    /// What the disk adds to the sizes that are allocated in its pool.
+    pub fn to_reserve(&self) -> Bytes {
+        match self {
+            Self::In { .. } => Bytes(0),
             Self::New { size, .. } => *size,
         }
     }

@@ -12,7 +12,8 @@ fn pool_id(name: &str) -> PoolId {
 }
 
 fn pool(name: &str, default: bool, free_mib: Option<u32>) -> CandidatePool {
-    CandidatePool { id: pool_id(name), default, access: PoolAccess::Reached, free: free_mib.map(Bytes::mib) }
+    let free = free_mib.map(Bytes::mib);
+    CandidatePool { id: pool_id(name), default, access: PoolAccess::Reached, free, unallocated: None }
 }
 
 fn node(name: &str, cores: u64, mib: u32) -> CandidateNode {
@@ -50,6 +51,21 @@ fn spread_goes_around_and_pack_fills_up() {
     let demands = vec![demand(1, 512); 4];
     assert_eq!(names(&decide(nodes(), &demands, Strategy::Spread)), ["a", "b", "a", "b"]);
     assert_eq!(names(&decide(nodes(), &demands, Strategy::Pack)), ["a", "a", "a", "a"]);
+}
+
+#[test]
+fn what_is_allocated_in_a_pool_counts_by_size_and_once_for_all_members() {
+    let shared = |name: &str| {
+        let pool = CandidatePool { unallocated: Some(Bytes::mib(100)), ..pool("shared", true, Some(10_000)) };
+        CandidateNode { pools: vec![pool], ..node(name, 8, 8192) }
+    };
+    let nodes = || vec![shared("a"), shared("b")];
+    let full = "no node can take it: of 2 connected, 2 with too little capacity left in storage pool shared (not allocated: 36Mi)";
+    assert_eq!(names(&decide(nodes(), &[demand(1, 512), demand(1, 512)], Strategy::Spread)), ["a", full]);
+    // What is there already was counted when it was made.
+    let made = Disk::In { pool: pool_id("shared"), to_allocate: Bytes::mib(300) };
+    let again = Demand { disks: vec![made], ..demand(1, 512) };
+    assert_eq!(names(&decide(nodes(), &[again], Strategy::Spread)), ["a"]);
 }
 
 #[test]

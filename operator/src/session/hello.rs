@@ -157,6 +157,8 @@ pub fn declared_pools(pools: &[v1::Pool]) -> Result<Vec<DeclaredPool>, InvalidHe
             available: pool.available,
             capacity: pool.capacity_bytes.map(Bytes),
             free: pool.free_bytes.map(Bytes),
+            used: pool.used_bytes.map(Bytes),
+            waiting_guests: pool.waiting_guests,
         })
     };
     pools.iter().map(pool).collect()

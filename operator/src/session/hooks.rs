@@ -80,6 +80,10 @@ pub trait Usage: Send + Sync {
     /// The node is to become empty: what it keeps only for want of another node in the pool is looked at again.
     fn give_back(&self, node: &NodeId);
     fn of_pool(&self, pool: &PoolId) -> PoolUsage;
+    /// Whether there is a Workspace or a Volume with this uid.
+    fn owns(&self, uid: &str) -> bool;
+    /// The pool was declared lost: whose disks were there is looked at again.
+    fn pool_lost(&self, pool: &PoolId);
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

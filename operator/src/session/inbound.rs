@@ -17,6 +17,10 @@ pub fn bound(message: &mut Message) {
         Message::FenceSeen(v1::FenceSeen { result: Some(v1::fence_seen::Result::Problem(problem)), .. }) => {
             text(problem);
         }
+        Message::PoolListing(listing) => {
+            text(&mut listing.problem);
+            listing.entries.iter_mut().for_each(|entry| text(&mut entry.name));
+        }
         Message::Events(batch) => batch.events.iter_mut().for_each(event),
         _ => {}
     }

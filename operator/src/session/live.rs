@@ -56,6 +56,10 @@ pub struct DeclaredPool {
     pub available: bool,
     pub capacity: Option<Bytes>,
     pub free: Option<Bytes>,
+    /// On the file system, by whatever is there.
+    pub used: Option<Bytes>,
+    /// Guests there that wait for space.
+    pub waiting_guests: u32,
 }
 
 /// What the node's admission is to use.
@@ -169,6 +173,7 @@ pub struct Session {
     offers: Mutex<HashMap<String, oneshot::Sender<OfferAnswer>>>,
     commands: Mutex<HashMap<String, oneshot::Sender<v1::ObjectResult>>>,
     looks: Mutex<HashMap<String, oneshot::Sender<v1::FenceSeen>>>,
+    listings: Mutex<HashMap<String, oneshot::Sender<v1::PoolListing>>>,
 }
 
 /// Everything that a session is made from.
@@ -204,6 +209,8 @@ fn is_act(message: &to_node::Message) -> bool {
             | M::ConfirmNotTaken(_)
             | M::MoveObject(_)
             | M::DiscardCopy(_)
+            | M::RemoveUnowned(_)
+            | M::LostPools(_)
     )
 }
 
@@ -252,6 +259,7 @@ impl Session {
             offers: Mutex::default(),
             commands: Mutex::default(),
             looks: Mutex::default(),
+            listings: Mutex::default(),
         };
         (session, queue)
     }
@@ -314,6 +322,7 @@ impl Session {
         lock(&self.offers).clear();
         lock(&self.commands).clear();
         lock(&self.looks).clear();
+        lock(&self.listings).clear();
     }
 
     pub fn ending(&self) -> Option<Ending> {
@@ -361,6 +370,20 @@ impl Session {
 
     pub fn forget_look(&self, look_id: &str) {
         lock(&self.looks).remove(look_id);
+    }
+
+    pub fn expect_listing(&self, list_id: &str) -> oneshot::Receiver<v1::PoolListing> {
+        let (answer, receiver) = oneshot::channel();
+        lock(&self.listings).insert(list_id.to_owned(), answer);
+        receiver
+    }
+
+    pub fn answer_listing(&self, listing: v1::PoolListing) -> bool {
+        lock(&self.listings).remove(&listing.list_id).is_some_and(|waiting| waiting.send(listing).is_ok())
+    }
+
+    pub fn forget_listing(&self, list_id: &str) {
+        lock(&self.listings).remove(list_id);
     }
 
     /// Puts the labels of the Node over those of its host. Returns whether anything changed.

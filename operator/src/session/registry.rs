@@ -99,6 +99,7 @@ pub struct NoSession(pub NodeId);
 pub enum ObjectCommand {
     Delete(v1::DeleteObject),
     ConfirmNotTaken(v1::ConfirmNotTaken),
+    RemoveUnowned(v1::RemoveUnowned),
 }
 
 /// Nothing is known of the command's effect; it is idempotent, so send it again later.
@@ -204,6 +205,9 @@ impl Registry {
             ObjectCommand::ConfirmNotTaken(confirm) => {
                 (confirm.command_id.clone(), to_node::Message::ConfirmNotTaken(confirm))
             }
+            ObjectCommand::RemoveUnowned(remove) => {
+                (remove.command_id.clone(), to_node::Message::RemoveUnowned(remove))
+            }
         };
         let answer = session.expect_command(&id);
         if !session.send(message) {
@@ -237,6 +241,30 @@ impl Registry {
             Ok(Err(_)) => Err(CommandFailure::SessionLost(member.clone())),
             Err(_) => {
                 session.forget_look(&look_id);
+                Err(CommandFailure::Timeout(member.clone()))
+            }
+        }
+    }
+
+    /// A page of what a member finds in a pool, in the order of the names, after one of them.
+    pub async fn list_pool(
+        &self,
+        member: &NodeId,
+        incarnation: Incarnation,
+        pool: &PoolId,
+        after: &str,
+        limit: u32,
+    ) -> Result<v1::PoolListing, CommandFailure> {
+        let session = self.get_in(member, incarnation)?;
+        let list_id = ulid::Ulid::new().to_string();
+        let answer = session.expect_listing(&list_id);
+        let list = v1::ListPool { list_id: list_id.clone(), pool: pool.to_string(), after: after.to_owned(), limit };
+        session.send(to_node::Message::ListPool(list));
+        match tokio::time::timeout(COMMAND_TIMEOUT, answer).await {
+            Ok(Ok(listing)) => Ok(listing),
+            Ok(Err(_)) => Err(CommandFailure::SessionLost(member.clone())),
+            Err(_) => {
+                session.forget_listing(&list_id);
                 Err(CommandFailure::Timeout(member.clone()))
             }
         }

@@ -135,6 +135,7 @@ async fn acknowledge(leading: &Leading, opened: &Opened, wire: &Wire) -> Option<
         adopts: opened.adopts.clone(),
         heartbeat_millis: millis(leading.nodes.ctx.watchdog.periods().heartbeat()),
         return_within_millis: millis(return_within(leading.nodes.ctx.nodes.fleet())),
+        lost_pools: leading.nodes.ctx.pools.lost(),
     };
     let message = ToNode { term: session.term.0, message: Some(to_node::Message::HelloAck(ack)) };
     wire.send(Ok(message)).await.ok()?;
@@ -260,6 +261,11 @@ async fn handle(
         from_node::Message::FenceSeen(seen) => {
             if !session.answer_look(seen) {
                 tracing::debug!(node = %session.node, "a look at a fence that nobody waits for any more");
+            }
+        }
+        from_node::Message::PoolListing(listing) => {
+            if !session.answer_listing(listing) {
+                tracing::debug!(node = %session.node, "a list of a pool that nobody waits for any more");
             }
         }
         from_node::Message::Inventory(_) => {

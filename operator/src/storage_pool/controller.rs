@@ -1,13 +1,14 @@
 //! Keeps the status of each StoragePool. The objects themselves come with the nodes that declare them.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
 use futures::StreamExt as _;
 use kibo_crds::{Node, PoolId, StoragePool, storage_pool::StoragePoolSpec};
+use kibo_protocol::v1::{self, to_node};
 use kube::{
     Api,
     api::PostParams,
@@ -44,11 +45,21 @@ pub struct PoolControl {
     written: Mutex<HashMap<String, Instant>>,
     /// Number of members that the nodes of a pool were last told of.
     told: Mutex<HashMap<String, usize>>,
+    /// Lost pools whose Workspaces and Volumes were looked at again.
+    lost: Mutex<BTreeSet<PoolId>>,
 }
 
 impl PoolControl {
     pub fn new(ctx: Ctx, usage: Arc<dyn Usage>, nodes: Store<Node>) -> Self {
-        Self { ctx, usage, nodes, seen: Mutex::default(), written: Mutex::default(), told: Mutex::default() }
+        Self {
+            ctx,
+            usage,
+            nodes,
+            seen: Mutex::default(),
+            written: Mutex::default(),
+            told: Mutex::default(),
+            lost: Mutex::default(),
+        }
     }
 
     fn saw(&self, node: &Node) {
@@ -66,6 +77,21 @@ impl PoolControl {
     fn paced(&self, name: &str) -> Option<Duration> {
         let written = self.written.lock().expect("no holder of this lock panics");
         written.get(name).and_then(|at| PACE.checked_sub(at.elapsed()))
+    }
+
+    /// What was in a lost pool is looked at again, once. All nodes are told, since any of them may declare it one day; then
+    /// those that use it all the same.
+    fn tell_lost(&self, id: &PoolId) {
+        let is_news = self.lost.lock().expect("no holder of this lock panics").insert(id.clone());
+        if is_news {
+            self.usage.pool_lost(id);
+        }
+        let uses = |pool: &crate::session::DeclaredPool| pool.id == *id && pool.available;
+        for node in self.ctx.registry.snapshot().iter().filter(|node| is_news || node.pools.iter().any(uses)) {
+            let lost = v1::LostPools { ids: self.ctx.pools.lost() };
+            // Without a session it hears it with the next one.
+            let _ = self.ctx.registry.send(&node.id, node.incarnation, to_node::Message::LostPools(lost));
+        }
     }
 
     /// A new pool makes its first member a candidate, and a node that is being drained may give back what it kept for
@@ -152,6 +178,9 @@ async fn reconcile(pool: Arc<StoragePool>, control: Arc<PoolControl>) -> Result<
     let name = pool.metadata.name.clone().unwrap_or_default();
     let Ok(id) = name.parse::<PoolId>() else { return Ok(Action::await_change()) };
     control.tell_members(&pool);
+    if pool.spec.lost.is_some() {
+        control.tell_lost(&id);
+    }
     let nodes = control.nodes.state();
     if control.is_behind(&nodes) {
         return Ok(Action::requeue(CATCH_UP));

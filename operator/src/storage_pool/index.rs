@@ -42,7 +42,7 @@ impl PoolIndex {
         self.with(pool, |status| status.members.iter().any(|member| member.node != *node)).unwrap_or_default()
     }
 
-    /// Whether `uid` is the marker of this pool. A pool that nobody has registered yet has none.
+    /// Whether `uid` is the marker of this pool, and the pool may be used. One that nobody has registered yet has none.
     pub fn has_marker(&self, pool: &PoolId, uid: &str) -> bool {
         self.marker(pool, uid) == Marker::Same
     }
@@ -50,11 +50,25 @@ impl PoolIndex {
     /// How the marker that a node found stands to the pool that the cluster knows by this id.
     pub fn marker(&self, pool: &PoolId, uid: &str) -> Marker {
         match self.with(pool, |status| status.uid.clone()).flatten() {
-            _ if uid.is_empty() => Marker::Another,
+            // What was declared lost is used by nobody, whatever came back.
+            _ if uid.is_empty() || self.is_lost(pool) => Marker::Another,
             None => Marker::Unregistered,
             Some(known) if known == uid => Marker::Same,
             Some(_) => Marker::Another,
         }
+    }
+
+    /// Whether an admin has declared it lost, which is for ever.
+    pub fn is_lost(&self, pool: &PoolId) -> bool {
+        self.0.get(&ObjectRef::new(pool.as_str())).is_some_and(|pool| pool.spec.lost.is_some())
+    }
+
+    /// All that were declared lost.
+    pub fn lost(&self) -> Vec<String> {
+        let lost = self.0.state().into_iter().filter(|pool| pool.spec.lost.is_some());
+        let mut lost: Vec<_> = lost.filter_map(|pool| pool.metadata.name.clone()).collect();
+        lost.sort();
+        lost
     }
 
     /// What may be allocated in the pool, when somebody limited it.

@@ -2,7 +2,7 @@
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kibo_crds::{
-    ConditionType, InstanceId, VOLUME_FINALIZER, Volume, condition,
+    ConditionType, InstanceId, PoolId, VOLUME_FINALIZER, Volume, condition,
     node::Holder,
     set_condition,
     volume::{VolumePhase, VolumeStatus},
@@ -77,7 +77,9 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
         status.set_right(right);
         status.granted_for = None;
     }
-    if let Some(pool) = &status.pool
+    if let Some(pool) = status.pool.clone().filter(|pool| sight.cluster.is_lost(pool)) {
+        lose(sight, &mut status, &pool);
+    } else if let Some(pool) = &status.pool
         && let Some(right) = status.right().given_back(|node| sight.cluster.others_reach(pool, node))
     {
         status.set_right(right);
@@ -88,6 +90,24 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
         (settle(sight, &status), None)
     };
     finish(sight, status, action, wait)
+}
+
+/// Its pool was declared lost, and nobody holds it any more.
+fn lose(sight: &Sight<'_>, status: &mut VolumeStatus, pool: &PoolId) {
+    if let Some(right) = status.right().lost() {
+        status.set_right(right);
+        status.granted_for = None;
+    }
+    let message = format!("it was in storage pool {pool}, which was declared lost: delete it");
+    let generation = sight.volume.metadata.generation;
+    let lost = condition(ConditionType::Lost, Some(true), "StoragePoolLost", &message, generation, &sight.now);
+    set_condition(&mut status.conditions, lost);
+}
+
+/// Whether it was in a pool that was declared lost.
+fn is_lost(status: &VolumeStatus) -> bool {
+    let lost = ConditionType::Lost.to_string();
+    status.conditions.iter().any(|condition| condition.type_ == lost && condition.status == "True")
 }
 
 /// Who holds it and is not the execution that it was granted for never took it, or ended long ago.
@@ -106,7 +126,7 @@ fn settle(sight: &Sight<'_>, status: &VolumeStatus) -> Action {
 }
 
 fn delete(sight: &Sight<'_>, status: &mut VolumeStatus) -> (Action, Option<String>) {
-    let Some(pool) = status.pool.clone() else { return (Action::RemoveFinalizer, None) };
+    let Some(pool) = status.pool.clone().filter(|_| !is_lost(status)) else { return (Action::RemoveFinalizer, None) };
     let void = |node: &_, incarnation| sight.cluster.void(node, incarnation);
     if let Standing::Held(holder) = status.right().standing(void) {
         if sight.cluster.session(&holder.node) != Some(holder.incarnation) {
@@ -152,6 +172,7 @@ pub fn complete(volume: &Volume, status: &mut VolumeStatus, wait: Option<String>
     status.observed_generation = volume.metadata.generation;
     status.phase = Some(match (is_deleting, is_bound, is_made) {
         (true, ..) => VolumePhase::Deleting,
+        _ if is_lost(status) => VolumePhase::Lost,
         (false, true, _) => VolumePhase::Bound,
         (false, false, true) => VolumePhase::Available,
         (false, false, false) => VolumePhase::Pending,

@@ -36,6 +36,10 @@ impl ByHolder {
         self.pools.get(pool).copied().unwrap_or_default()
     }
 
+    pub fn allocated(&self) -> impl Iterator<Item = (&PoolId, Bytes)> {
+        self.pools.iter().map(|(pool, usage)| (pool, usage.allocated))
+    }
+
     /// Volumes on their way out.
     pub fn deleting(&self) -> Vec<Key> {
         self.deleting.iter().cloned().collect()

@@ -151,6 +151,7 @@ fn paused(draft: &mut Draft<'_>, paused: &v1::Paused) {
     let reason = match paused.reason() {
         v1::PauseReason::PoolUnreadable => "PoolUnreadable",
         v1::PauseReason::DiskFull => "DiskFull",
+        v1::PauseReason::DiskFailed => "DiskFailed",
         v1::PauseReason::Unspecified => "Paused",
     };
     draft.set(ConditionType::Paused, true, reason, &paused.message);

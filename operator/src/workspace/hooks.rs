@@ -78,6 +78,7 @@ fn desired(world: &World, workspace: &Workspace, node: &NodeId, incarnation: Inc
     let execution = status.execution.as_ref().filter(|e| e.node == *node && e.incarnation == incarnation)?;
     let (template, volume) = (world.template_of(workspace), world.volume_of(workspace));
     let launch = launch::launch(workspace, template.as_deref(), volume.as_deref())?;
+    let launch = launch::with_capacities(launch, |pool| world.ctx.pools.limit(pool));
     let stop = match status.phase {
         Some(WorkspacePhase::Stopping) => Some(stop_mode(status.power.as_ref().map(|power| &power.consumed))),
         Some(WorkspacePhase::Deleting) => Some(v1::StopMode::Force),
@@ -206,6 +207,26 @@ impl Usage for Hooks {
         let volumes = world.volumes.project(|index| index.held(node));
         if layers.idle.keys().chain(volumes.idle.keys()).any(|pool| world.ctx.pools.has_other_member(pool, node)) {
             world.wake_node(node);
+        }
+    }
+
+    fn owns(&self, uid: &str) -> bool {
+        self.0.workspaces.by_uid(uid).is_some() || self.0.volumes.by_uid(uid).is_some()
+    }
+
+    fn pool_lost(&self, pool: &PoolId) {
+        let world = &self.0;
+        for key in world.workspaces.keys() {
+            let status = world.workspaces.get(&key).and_then(|workspace| workspace.status.clone());
+            if status.and_then(|status| status.writable_layer).is_some_and(|layer| layer.pool == *pool) {
+                world.bells.workspaces.push(key);
+            }
+        }
+        for key in world.volumes.keys() {
+            let status = world.volumes.get(&key).and_then(|volume| volume.status.clone());
+            if status.is_some_and(|status| status.pool.as_ref() == Some(pool)) {
+                world.bells.volumes.push(key);
+            }
         }
     }
 

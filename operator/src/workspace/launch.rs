@@ -59,6 +59,15 @@ pub fn without_grants(mut launch: v1::Launch) -> v1::Launch {
     launch
 }
 
+/// The same with what may be allocated in the pools of what is to be made.
+pub fn with_capacities(mut launch: v1::Launch, capacity: impl Fn(&PoolId) -> Option<Bytes>) -> v1::Launch {
+    let volumes = launch.volumes.iter_mut().filter_map(|volume| volume.object.as_mut());
+    for object in volumes.chain(launch.layer.as_mut()).filter(|object| !object.must_exist) {
+        object.pool_capacity_bytes = object.pool.parse().ok().and_then(|pool| capacity(&pool)).map(|bytes| bytes.0);
+    }
+    launch
+}
+
 fn network(workspace: &Workspace) -> v1::LaunchNetwork {
     let egress = match workspace.spec.network.as_ref().and_then(|network| network.egress).unwrap_or_default() {
         Egress::Allow => v1::Egress::Allow,
@@ -86,6 +95,7 @@ pub fn layer(workspace: &Workspace) -> Option<v1::Object> {
         size_bytes: layer.size.0,
         must_exist: layer.created,
         grant: status.right().grant(),
+        pool_capacity_bytes: None,
     })
 }
 
@@ -99,6 +109,7 @@ pub fn volume_object(volume: &Volume) -> Option<v1::Object> {
         size_bytes: volume_size(volume).0,
         must_exist: status.size.is_some(),
         grant: status.right().grant(),
+        pool_capacity_bytes: None,
     })
 }
 

@@ -79,11 +79,15 @@ fn reserve(world: &World, snapshots: &[NodeSnapshot], assignment: Assignment, de
 fn candidates(world: &World, snapshots: &[NodeSnapshot]) -> Vec<CandidateNode> {
     let oldest = snapshots.iter().filter_map(|snapshot| snapshot.last_assigned).min();
     let mut nodes = Vec::with_capacity(snapshots.len());
-    let mut volumes = BTreeMap::new();
-    world.volumes.project(|index| add_all(&mut volumes, index.promised()));
+    let (mut volumes, mut volume_sizes) = (BTreeMap::new(), BTreeMap::new());
+    world.volumes.project(|index| {
+        add_all(&mut volumes, index.promised());
+        add_all(&mut volume_sizes, index.allocated());
+    });
     world.workspaces.project(|index| {
         // Under the lock of the index: a promise that turns into an execution is counted once, never twice or not at all.
         let (promised_nodes, mut promised) = world.ledger.sums(|instance| index.key_of(instance).is_some());
+        let in_flight = promised.clone();
         // Of space a little may be counted twice for a moment.
         add_all(&mut promised, index.promised());
         add_all(&mut promised, volumes.iter().map(|(pool, bytes)| (pool, *bytes)));
@@ -99,6 +103,12 @@ fn candidates(world: &World, snapshots: &[NodeSnapshot]) -> Vec<CandidateNode> {
                 default: pool.default,
                 access: access(world, pool),
                 free: pool.free.map(|free| free.saturating_sub(promised.get(&pool.id).copied().unwrap_or_default())),
+                unallocated: world.ctx.pools.limit(&pool.id).or(pool.capacity).map(|capacity| {
+                    let layers = index.pool(&pool.id).allocated;
+                    let volumes = volume_sizes.get(&pool.id).copied().unwrap_or_default();
+                    let starts = in_flight.get(&pool.id).copied().unwrap_or_default();
+                    capacity.saturating_sub(layers).saturating_sub(volumes).saturating_sub(starts)
+                }),
             });
             let since_oldest = |at: std::time::Instant| oldest.map_or(0, |oldest| (at - oldest).as_micros());
             nodes.push(CandidateNode {

@@ -29,6 +29,8 @@ pub trait Cluster: Sync {
     fn others_reach(&self, pool: &PoolId, node: &NodeId) -> bool;
     /// Nodes with a live session that reach the pool now, by name.
     fn reachable_members(&self, pool: &PoolId) -> Vec<(NodeId, Incarnation)>;
+    /// Whether the pool was declared lost: nothing in it is ever used again.
+    fn is_lost(&self, pool: &PoolId) -> bool;
     /// All members of the pool, by name.
     fn members(&self, pool: &PoolId) -> Vec<NodeId>;
     /// Whether the node of this execution has been told of it in its current session.

@@ -357,6 +357,10 @@ impl Cluster for World {
         self.members(pool).into_iter().filter_map(reaches).collect()
     }
 
+    fn is_lost(&self, pool: &PoolId) -> bool {
+        self.ctx.pools.is_lost(pool)
+    }
+
     fn members(&self, pool: &PoolId) -> Vec<NodeId> {
         let members = self.ctx.pools.members(pool);
         members.into_iter().map(|member| member.node).collect::<BTreeSet<_>>().into_iter().collect()

@@ -239,6 +239,9 @@ fn released(previous: Option<&PreviousHolder>, nodes: &Nodes, what: &str) -> Par
             let detail = "the node came back in a newer incarnation, without it";
             Part::new(State::Released, Source::ControlPlane, node, detail)
         }
+        HolderEnd::PoolLost => {
+            Part::new(State::Released, Source::ControlPlane, node, "the storage pool was declared lost")
+        }
     }
 }
 

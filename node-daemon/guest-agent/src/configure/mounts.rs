@@ -1,5 +1,6 @@
 //! The Workspace's file systems: root image below, writable layer above, Volumes and the kernel's own inside.
 
+use std::ffi::CStr;
 use std::fs::{self, DirBuilder};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -18,6 +19,8 @@ use crate::request::{Request, RootImage, Volume, failure};
 
 const IMAGE: &str = "/mnt/image";
 const LAYER: &str = "/mnt/layer";
+/// What is deleted is given back to the storage pool, by commits of the journal.
+const GIVING_BACK: Option<&CStr> = Some(c"discard");
 const MERGED: &str = "/mnt/merged";
 
 /// Mounts all and makes the Workspace's root the thread's own.
@@ -72,7 +75,7 @@ fn mount_layer(serial: &str, disks: &Disks) -> Result<OwnedFd, Failure> {
     let at_layer = |message| failure(ConfigureStage::WritableLayer, message);
     let device = disks.device(serial).map_err(at_layer)?;
     make_dir(LAYER).map_err(|error| at_layer(format!("failed to make {LAYER}: {error}")))?;
-    mount(device, LAYER, "ext4", MountFlags::empty(), None).map_err(|errno| {
+    mount(device, LAYER, "ext4", MountFlags::empty(), GIVING_BACK).map_err(|errno| {
         at_layer(format!("failed to mount the writable layer (disk {serial:?}) as ext4: {}", explain(errno, "ext4")))
     })?;
     // The root directory that a Workspace sees is the upper one: root's, 0755, whatever the image says.
@@ -143,7 +146,7 @@ fn mount_volume(volume: &Volume, disks: &Disks) -> Result<OwnedFd, Failure> {
     fs::create_dir_all(mount_path)
         .map_err(|error| at_volume(format!("failed to make its mount path {path}: {error}")))?;
     let flags = if *read_only { MountFlags::RDONLY } else { MountFlags::empty() };
-    mount(device, mount_path, "ext4", flags, None).map_err(|errno| {
+    mount(device, mount_path, "ext4", flags, GIVING_BACK).map_err(|errno| {
         at_volume(format!("failed to mount disk {serial:?} at {path} as ext4: {}", explain(errno, "ext4")))
     })?;
     open_dir(mount_path).map_err(|errno| at_volume(format!("failed to open {path}: {errno}")))

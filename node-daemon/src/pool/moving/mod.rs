@@ -167,7 +167,7 @@ impl Moving<'_> {
     }
 
     fn check_space(&self, dir: &Path, size: u64) -> Result<(), MoveError> {
-        let (free, _) = image::space(dir).map_err(self.io_error("find the free space for"))?;
+        let free = image::space(dir).map_err(self.io_error("find the free space for"))?.free;
         if free.saturating_sub(image::HEADROOM).0 < size {
             self.to.status.note_free(free);
             return Err(ImageError::NoSpace { free, size: Bytes(size) }.into());

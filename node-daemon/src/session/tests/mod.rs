@@ -17,7 +17,14 @@ use operator::{Operator, ack, settings};
 
 fn granted(epoch: u64) -> v1::Object {
     let grant = v1::Grant { epoch, predecessor_epoch: epoch - 1, predecessor_end: v1::PredecessorEnd::Released.into() };
-    v1::Object { uid: LAYER.into(), pool: "p".into(), size_bytes: 64 << 20, must_exist: false, grant: Some(grant) }
+    v1::Object {
+        uid: LAYER.into(),
+        pool: "p".into(),
+        size_bytes: 64 << 20,
+        must_exist: false,
+        grant: Some(grant),
+        pool_capacity_bytes: None,
+    }
 }
 
 fn launch(instance: InstanceId) -> v1::Launch {

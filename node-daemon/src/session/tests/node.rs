@@ -44,6 +44,7 @@ impl Noted {
             state: v1::InstanceState::Running,
             cpu: kibo_crds::MilliCpu(1000),
             allocated_memory: kibo_crds::Bytes::mib(320),
+            pools: std::collections::BTreeSet::new(),
         };
         self.running.lock().unwrap().insert(id, summary);
     }

@@ -150,6 +150,8 @@ mod tests {
             available: *available,
             capacity: None,
             free: None,
+            used: None,
+            waiting_guests: 0,
         };
         NodeSnapshot {
             id: id.parse().unwrap(),
@@ -177,6 +179,8 @@ mod tests {
             available: true,
             capacity: None,
             free: None,
+            used: None,
+            waiting_guests: 0,
         };
         let pools = vec![pool("own", "u-own"), pool("shared", "u-1"), pool("other", "u-2")];
         node.status = Some(NodeStatus { pools, ..NodeStatus::default() });

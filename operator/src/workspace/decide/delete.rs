@@ -6,7 +6,7 @@ use kibo_crds::workspace::{Execution, WorkspacePhase};
 use kibo_protocol::v1;
 use kube::ResourceExt as _;
 
-use super::{Action, Decision, can_ask, idle::bound_to, running::stop};
+use super::{Action, Decision, can_ask, idle::bound_to, lost, running::stop};
 use crate::{
     right::{HasRight as _, Standing, waits_for},
     workspace::{
@@ -23,6 +23,10 @@ pub(super) fn decide(sight: &Sight<'_>, mut draft: Draft<'_>, execution: Option<
     draft.enter(WorkspacePhase::Deleting);
     if let Some(execution) = execution {
         return stop(sight, draft, &execution, v1::StopMode::Force);
+    }
+    if lost::layer_pool(sight, &draft).is_some() {
+        // There is nothing to remove, and nobody to do it.
+        draft.status.writable_layer = None;
     }
     if draft.status.writable_layer.is_some() {
         return delete_layer(sight, draft);

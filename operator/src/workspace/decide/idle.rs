@@ -9,7 +9,7 @@ use kibo_crds::{
 };
 use kube::ResourceExt as _;
 
-use super::{Action, Decision, Object, Start, UNAVAILABLE, blocked, can_ask, stranded};
+use super::{Action, Decision, Object, Start, UNAVAILABLE, blocked, can_ask, lost, stranded};
 use crate::{
     placement::{Demand, Disk},
     right::{HasRight as _, Right, Standing, waits_for},
@@ -38,6 +38,10 @@ pub(super) fn decide(sight: &Sight<'_>, mut draft: Draft<'_>) -> Decision {
     let wants_start = !sight.workspace.is_power_request_consumed() && request.state == PowerState::Running;
     if !sight.workspace.is_power_request_consumed() && request.state == PowerState::Stopped {
         take_stop(&mut draft, &request);
+    }
+    if let Some(pool) = lost::layer_pool(sight, &draft) {
+        lost::fail(&mut draft, &pool, wants_start.then_some(&request));
+        return draft.then(Action::Rest);
     }
     if draft.phase() == WorkspacePhase::Failed && draft.status.reason.as_deref() == Some(UNAVAILABLE) {
         let place = stranded::place(sight, &draft);
@@ -118,6 +122,9 @@ fn start(sight: &Sight<'_>, mut draft: Draft<'_>, request: PowerRequest, volume:
         let message = format!("Template {name} does not exist: create it, or look at `kibo template list`");
         return blocked(draft, &request, Wait::placement("TemplateNotFound", message), Action::Rest);
     };
+    if let Some(wait) = volume.and_then(|volume| lost::volume(sight, volume)) {
+        return blocked(draft, &request, wait, Action::Rest);
+    }
     let rights = [
         (Object::Layer, "the writable layer", Some(draft.status.right())),
         (Object::Volume, "the Volume", volume.and_then(|volume| volume.status.as_ref()).map(right_of)),

@@ -6,6 +6,7 @@
 
 mod delete;
 pub(super) mod idle;
+mod lost;
 pub(super) mod running;
 mod stranded;
 
@@ -120,6 +121,7 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
     let mut draft = Draft::new(workspace, sight.now.clone());
     draft.status.id.get_or_insert(sight.fresh_id);
     release_void_layer(sight, &mut draft);
+    lost::let_go(sight, &mut draft);
     if let Some(execution) = &draft.status.execution
         && let Some(void) = sight.cluster.void(&execution.node, execution.incarnation)
     {

@@ -33,6 +33,7 @@ pub(super) struct Facts {
     told: Vec<InstanceId>,
     offline: Vec<NodeId>,
     settling: bool,
+    lost: Vec<PoolId>,
 }
 
 impl Cluster for Facts {
@@ -58,6 +59,10 @@ impl Cluster for Facts {
 
     fn reachable_members(&self, _: &PoolId) -> Vec<(NodeId, Incarnation)> {
         self.sessions.clone()
+    }
+
+    fn is_lost(&self, pool: &PoolId) -> bool {
+        self.lost.contains(pool)
     }
 
     fn members(&self, _: &PoolId) -> Vec<NodeId> {

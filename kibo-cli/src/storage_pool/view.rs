@@ -1,75 +1,37 @@
-//! `kibo storage-pool`: the places where the disks of Workspaces are.
+//! A storage pool as a page, as a row and in JSON.
 
-use clap::Subcommand;
 use jiff::Timestamp;
-use kibo_crds::{Bytes, StoragePool, storage_pool::PoolMember};
-use kube::{ResourceExt, api::ListParams};
+use kibo_crds::{
+    Bytes, ConditionType, StoragePool,
+    storage_pool::{PoolMember, StoragePoolStatus},
+};
+use kube::ResourceExt;
 use serde::Serialize;
 
 use crate::{
-    client::{Cluster, Listed, Paging, remark_next_page},
-    errors::{On as _, Result, Subject},
+    client::Listed,
     output::{
-        ConditionView, OutputArgs, Page, Present, Table, conditions, is_telling, present, remark,
-        words::{age, binary, instant, or_absent, when},
+        ConditionView, Page, Present, Table, conditions, is_telling,
+        words::{ABSENT, age, binary, instant, or_absent, when},
     },
 };
-
-#[derive(Subcommand, Debug)]
-pub enum Command {
-    /// List storage pools
-    #[command(alias = "ls")]
-    List {
-        #[command(flatten)]
-        paging: Paging,
-        #[command(flatten)]
-        output: OutputArgs,
-    },
-    /// Show one storage pool
-    Get {
-        #[arg(value_name = "POOL")]
-        name: String,
-        #[command(flatten)]
-        output: OutputArgs,
-    },
-}
-
-pub async fn run(cluster: &Cluster, command: Command) -> Result<()> {
-    match command {
-        Command::List { paging, output } => {
-            let api = cluster.cluster_wide::<StoragePool>();
-            let listed = paging.list(&api, ListParams::default(), &subject("")).await?;
-            if listed.items.is_empty() {
-                remark("no storage pools; they appear when a node that declares one has its first session");
-            }
-            let many = Many { listed, now: Cluster::now() };
-            present(output.form(), &many)?;
-            remark_next_page(&many.listed);
-            Ok(())
-        }
-        Command::Get { name, output } => {
-            let pool = cluster.cluster_wide::<StoragePool>().get(&name).await.on(&subject(&name))?;
-            let now = Cluster::now();
-            let events = cluster.events(&pool, now).await;
-            present(output.form(), &One { pool, events, now })
-        }
-    }
-}
-
-fn subject(name: &str) -> Subject {
-    Subject::cluster("StoragePool", name)
-}
 
 /// A storage pool in JSON.
 #[derive(Serialize)]
 struct View {
     pool_id: String,
+    status: &'static str,
     uid: Option<String>,
     members: Vec<MemberView>,
     capacity_bytes: Option<u64>,
+    used_bytes: Option<u64>,
     free_bytes: Option<u64>,
     allocated_bytes: Option<u64>,
     objects: Option<u32>,
+    unowned_count: u32,
+    unowned_bytes: u64,
+    /// What `--expected-version` takes.
+    version: Option<String>,
     created_at: Option<String>,
     conditions: Vec<ConditionView>,
 }
@@ -78,6 +40,21 @@ struct View {
 struct MemberView {
     node_id: String,
     available: bool,
+}
+
+/// Where a pool stands, in one word.
+fn word(status: &StoragePoolStatus) -> &'static str {
+    let is = |kind: ConditionType| {
+        let found = status.conditions.iter().find(|condition| condition.type_ == kind.to_string());
+        found.map(|condition| condition.status == "True")
+    };
+    match (is(ConditionType::Lost), is(ConditionType::Ready), is(ConditionType::DiskFull)) {
+        (Some(true), ..) => "LOST",
+        (_, Some(true), Some(true)) => "FULL",
+        (_, Some(true), _) => "READY",
+        (_, Some(false), _) => "NOT_READY",
+        (_, None, _) => ABSENT,
+    }
 }
 
 fn bytes(text: Option<&String>) -> Option<Bytes> {
@@ -90,11 +67,16 @@ impl From<&StoragePool> for View {
         let member = |member: &PoolMember| MemberView { node_id: member.node.to_string(), available: member.available };
         Self {
             pool_id: pool.name_any(),
+            status: word(&status),
             members: status.members.iter().map(member).collect(),
             capacity_bytes: bytes(status.capacity.as_ref()).map(|bytes| bytes.0),
+            used_bytes: bytes(status.used.as_ref()).map(|bytes| bytes.0),
             free_bytes: bytes(status.free.as_ref()).map(|bytes| bytes.0),
             allocated_bytes: status.allocated.map(|bytes| bytes.0),
             objects: status.objects,
+            unowned_count: status.unowned.as_ref().map_or(0, |unowned| unowned.count),
+            unowned_bytes: status.unowned.as_ref().map_or(0, |unowned| unowned.bytes.0),
+            version: pool.resource_version(),
             uid: status.uid,
             created_at: pool.creation_timestamp().as_ref().map(instant),
             conditions: status.conditions.iter().map(Into::into).collect(),
@@ -112,10 +94,10 @@ fn members(members: &[PoolMember], shown: usize) -> String {
     names.join(",")
 }
 
-struct One {
-    pool: StoragePool,
-    events: Table,
-    now: Timestamp,
+pub struct One {
+    pub pool: StoragePool,
+    pub events: Table,
+    pub now: Timestamp,
 }
 
 impl Present for One {
@@ -131,11 +113,18 @@ impl Present for One {
         let status = self.pool.status.clone().unwrap_or_default();
         let mut page = Page::default();
         page.fact("Pool", self.pool.name_any());
+        page.state("Status", word(&status).to_owned());
         page.fact("Capacity", or_absent(bytes(status.capacity.as_ref()).map(binary)));
+        page.fact("Used", or_absent(bytes(status.used.as_ref()).map(binary)));
         page.fact("Free", or_absent(bytes(status.free.as_ref()).map(binary)));
         page.fact("Allocated", or_absent(status.allocated.map(binary)));
         page.fact("Objects", or_absent(status.objects));
+        if let Some(unowned) = &status.unowned {
+            let see = format!("{} storage-pool objects {}", crate::errors::program(), self.pool.name_any());
+            page.fact("Unowned", format!("{} with {}: {see}", unowned.count, binary(unowned.bytes)));
+        }
         if wide {
+            page.fact("Version", self.pool.resource_version().unwrap_or_default());
             page.fact("UID", status.uid.clone().unwrap_or_default());
         }
         page.fact("Created", when(self.pool.creation_timestamp().as_ref(), self.now, wide));
@@ -151,9 +140,9 @@ impl Present for One {
     }
 }
 
-struct Many {
-    listed: Listed<StoragePool>,
-    now: Timestamp,
+pub struct Many {
+    pub listed: Listed<StoragePool>,
+    pub now: Timestamp,
 }
 
 #[derive(Serialize)]
@@ -175,16 +164,19 @@ impl Present for Many {
     }
 
     fn text(&self, wide: bool) -> String {
-        let mut table = Table::new(["POOL", "NODES", "CAPACITY", "FREE", "ALLOCATED", "OBJECTS", "AGE"]);
+        let mut table =
+            Table::new(["POOL", "STATUS", "NODES", "CAPACITY", "USED", "FREE", "ALLOCATED", "OBJECTS", "AGE"]);
         if wide {
-            table = table.columns(["UID"]);
+            table = table.columns(["UID", "VERSION"]);
         }
         for pool in &self.listed.items {
             let status = pool.status.clone().unwrap_or_default();
             let mut row = vec![
                 pool.name_any(),
+                word(&status).to_owned(),
                 members(&status.members, if wide { usize::MAX } else { 3 }),
                 or_absent(bytes(status.capacity.as_ref()).map(binary)),
+                or_absent(bytes(status.used.as_ref()).map(binary)),
                 or_absent(bytes(status.free.as_ref()).map(binary)),
                 or_absent(status.allocated.map(binary)),
                 or_absent(status.objects),
@@ -192,6 +184,7 @@ impl Present for Many {
             ];
             if wide {
                 row.push(status.uid.unwrap_or_default());
+                row.push(pool.resource_version().unwrap_or_default());
             }
             table.row(row);
         }
@@ -210,14 +203,16 @@ mod tests {
             "metadata": { "name": "shared" }, "spec": {},
             "status": {
                 "members": [member("n1", true), member("n2", false), member("n3", true), member("n4", true)],
-                "capacity": "107374182400", "free": "50Gi", "allocated": 1_610_612_736, "objects": 2,
+                "capacity": "107374182400", "free": "50Gi", "used": "50Gi", "allocated": 1_610_612_736, "objects": 2,
+                "conditions": [{ "type": "Ready", "status": "True", "reason": "Available", "message": "",
+                                 "lastTransitionTime": "1970-01-01T00:00:00Z" }],
             },
         }))
         .unwrap();
         let many = Many { listed: Listed { items: vec![pool], next_page_token: None }, now: Timestamp::UNIX_EPOCH };
         let expected = "\
-POOL     NODES            CAPACITY   FREE     ALLOCATED   OBJECTS   AGE
-shared   n1,n2(!),n3,+1   100.0Gi    50.0Gi   1.5Gi       2         -
+POOL     STATUS   NODES            CAPACITY   USED     FREE     ALLOCATED   OBJECTS   AGE
+shared   READY    n1,n2(!),n3,+1   100.0Gi    50.0Gi   50.0Gi   1.5Gi       2         -
 ";
         assert_eq!(many.text(false), expected);
     }
