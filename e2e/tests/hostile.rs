@@ -9,10 +9,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use kibo_crds::{Node, Workspace};
 use kibo_e2e::local::Component;
+use kibo_e2e::suite::failpoints::Failpoints;
 use kibo_e2e::suite::host::{Host, Session};
 use kibo_e2e::suite::played::{accept, acked, go, host, next, objects, offer, ready, refuse, run, say};
 use kibo_e2e::suite::wire::{self, Raw};
 use kibo_e2e::suite::{Place, Suite, condition, eventually, secrets};
+use kibo_failpoint::Action;
+use kibo_protocol::NodeKey;
 use kibo_protocol::v1::{self, EndReason, ObjectUse, SessionRefusal, from_node, instance_event, to_node};
 use kube::ResourceExt as _;
 use serde_json::json;
@@ -28,6 +31,10 @@ fn main() -> ExitCode {
         .test("an_instance_of_another_node_is_claimed_in_vain", an_instance_of_another_node_is_claimed_in_vain)
         .test("what_a_node_says_of_others_changes_nothing", what_a_node_says_of_others_changes_nothing)
         .test("the_answer_to_an_offer_is_its_nodes_alone", the_answer_to_an_offer_is_its_nodes_alone)
+        .alone(
+            "a_stranger_takes_no_turn_of_the_node_whose_name_it_shows",
+            a_stranger_takes_no_turn_of_the_node_whose_name_it_shows,
+        )
         .test("a_node_that_never_stops_talking_is_read_slowly", a_node_that_never_stops_talking_is_read_slowly)
         .run()
 }
@@ -104,6 +111,9 @@ async fn a_stranger_that_speaks_no_protocol_is_closed(place: Arc<Place>) -> Resu
         let said = wire::answer_to_raw(&place, body).await?;
         ensure!(said.contains("the first message cannot be read"), "{what}: {said:?}");
     }
+    // It is announced as larger than a Hello may be: nothing of it is kept.
+    let large = wire::answer_to_raw(&place, vec![0; 600 << 10]).await?;
+    ensure!(large.contains("614400 bytes, and at most 524288"), "{large:?}");
     let huge = wire::answer_to_raw(&place, vec![0; 17 << 20]).await?;
     ensure!(huge.contains("the first message cannot be read") || huge.is_empty(), "{huge:?}");
     logged(&place, "the first message cannot be read").await?;
@@ -226,6 +236,23 @@ async fn no_key_opens_the_session_of_another_node(place: Arc<Place>) -> Result<(
     ensure!(says_so("Ready") && !says_so("DuplicateHost"), "who has no key writes nothing: {:#?}", node.conditions);
     logged(&place, "WRONG_KEY").await?;
     victim.is_undisturbed().await
+}
+
+/// A stranger that shows a node's name is looked up apart from all others, and the node does not wait for that.
+async fn a_stranger_takes_no_turn_of_the_node_whose_name_it_shows(place: Arc<Place>) -> Result<()> {
+    let points = Failpoints::of(place.cluster(), &Component::Operator)?;
+    let host = Host::enroll(&place, "named").await?;
+    drop(host.session(None).await?);
+    points.arm(&["key-looked-up"], Action::Wait)?;
+    let stranger = Host { key: NodeKey::from_bytes(&[7; 32])?, ..host.clone() };
+    let knocking = tokio::spawn(async move { stranger.open(Some(1)).await });
+    points.all_reached(&["key-looked-up"], SOON).await?;
+    let session = host.session(Some(1)).await;
+    points.clear()?;
+    session.context("the node waits for the stranger")?;
+    let refused = knocking.await??.err().context("the stranger was let in")?;
+    ensure!(refused.reason() == SessionRefusal::WrongKey, "{refused:?}");
+    Ok(())
 }
 
 async fn an_instance_of_another_node_is_claimed_in_vain(place: Arc<Place>) -> Result<()> {

@@ -30,6 +30,7 @@ fn main() -> ExitCode {
         .test("of_an_isolation_and_a_reconnect_exactly_one_wins_two_hundred_times", two_hundred_races)
         .test("a_retired_node_hears_of_its_isolation_first", retired_after_isolation)
         .test("a_revoked_node_leaves_its_pools_until_it_is_enrolled_again", revoked)
+        .alone("an_event_that_is_being_taken_in_is_counted_as_it_ends", an_event_in_work)
         .alone("an_isolation_at_any_point_of_a_hello_has_one_winner", at_any_point_of_a_hello)
         .alone("the_operator_is_killed_at_every_step_of_isolate_drain_and_retire", operator_killed)
         .alone("a_leader_that_was_stopped_in_an_isolation_writes_nothing", stopped_leader)
@@ -192,6 +193,37 @@ async fn each_point_of_a_hello(place: &Place, points: &Failpoints) -> Result<()>
             incarnation = host.session(None).await?.ack.incarnation;
         }
     }
+    Ok(())
+}
+
+/// An event that was being taken in when its session ended is counted as it ends, and not by half.
+async fn an_event_in_work(place: Arc<Place>) -> Result<()> {
+    let points = Failpoints::of(place.cluster(), &Component::Operator)?;
+    let outcome = isolated_with_an_event_in_work(&place, &points).await;
+    points.clear()?;
+    outcome
+}
+
+async fn isolated_with_an_event_in_work(place: &Place, points: &Failpoints) -> Result<()> {
+    let host = host(place, "mid-word").await?;
+    let mut session = ready(place, &host, None).await?;
+    let volume = json!({ "new": { "size": "64Mi" }, "mountPath": "/data" });
+    let power = json!({ "state": "Running", "node": "mid-word" });
+    place.create_workspace("box", json!({ "power": power, "volume": volume })).await?;
+    let launch = run(place, &mut session, "box").await?;
+    points.arm(&["ended-applied-to-objects"], Action::Wait)?;
+    say(&session, &launch, 3, ended(&launch, EndReason::GuestShutdown, ObjectUse::Released)).await?;
+    points.all_reached(&["ended-applied-to-objects"], SOON).await?;
+    drop(session);
+    silent(place, "mid-word").await?;
+    isolate(place, "mid-word", 1, "i").await?;
+    let begun = |status: &NodeStatus| status.isolation.is_some();
+    becomes(place, "mid-word", "its isolation has begun", begun).await?;
+    points.clear()?;
+    let result = finished(place, "mid-word", 1).await?;
+    ensure!(counts(&result) == [Some(1), Some(1), Some(0)], "it had ended before: {result:?}");
+    let stopped = place.api::<Workspace>().get("box").await?;
+    ensure!(phase_of(&stopped) == Some(WorkspacePhase::Stopped), "{}", why(&stopped));
     Ok(())
 }
 
@@ -420,6 +452,8 @@ async fn stopped_leader(place: Arc<Place>) -> Result<()> {
     let come = async || Ok(again.open(None).await?.ok());
     let session = eventually("the node comes back", SOON, come).await?;
     ensure!(session.term > term && session.ack.incarnation == 2, "term {} after {term}", session.term);
+    // Or its session ends, and with it what the Workspace says.
+    session.confirm(&session.settings()).await?;
     let becomes_ready =
         becomes(&place, "overtaken", "is back", |status| status.phase == Some(NodePhase::Ready)).await?;
     let can_start = |it: &Workspace| condition(it, "Placed").is_some_and(|it| it.reason == "CanStart");

@@ -9,6 +9,7 @@ use std::{
 };
 
 use kibo_crds::{Incarnation, Node, NodeId, node::Admission};
+use kibo_protocol::SecretHash;
 use tokio::sync::broadcast;
 
 use super::isolation;
@@ -74,13 +75,20 @@ impl Facts {
 #[derive(Clone)]
 pub struct NodeIndex {
     facts: Arc<RwLock<HashMap<NodeId, Facts>>>,
+    /// The key that each Node was last seen with. Nothing is let in by it: it only tells who is likely to be a stranger.
+    keys: Arc<RwLock<HashMap<NodeId, SecretHash>>>,
     touched: broadcast::Sender<NodeId>,
     changed: broadcast::Sender<NodeId>,
 }
 
 impl Default for NodeIndex {
     fn default() -> Self {
-        Self { facts: Arc::default(), touched: broadcast::channel(4096).0, changed: broadcast::channel(4096).0 }
+        Self {
+            facts: Arc::default(),
+            keys: Arc::default(),
+            touched: broadcast::channel(4096).0,
+            changed: broadcast::channel(4096).0,
+        }
     }
 }
 
@@ -114,6 +122,10 @@ impl NodeIndex {
     /// Takes in what some read or write of the Node showed.
     pub fn observe(&self, node: &Node) {
         let Some(id) = node.metadata.name.as_deref().and_then(|name| name.parse::<NodeId>().ok()) else { return };
+        let key = node.status.as_ref().and_then(|status| status.key_hash.as_deref()?.parse().ok());
+        if let Some(key) = key.filter(|key| !self.knows_key(&id, key)) {
+            self.keys.write().expect("no holder of this lock panics").insert(id.clone(), key);
+        }
         let changed = {
             let mut all = self.facts.write().expect("no holder of this lock panics");
             let facts = all.entry(id.clone()).or_default();
@@ -125,6 +137,11 @@ impl NodeIndex {
             // Nobody listening is fine.
             let _ = self.changed.send(id);
         }
+    }
+
+    /// Whether this is the key that the Node was last seen with.
+    pub fn knows_key(&self, node: &NodeId, key: &SecretHash) -> bool {
+        self.keys.read().expect("no holder of this lock panics").get(node) == Some(key)
     }
 
     /// Nodes whose facts moved. A receiver that lagged must look at all of its objects.

@@ -238,22 +238,10 @@ fn refuse(reason: Refusal, message: impl Into<String>) -> Decision {
 /// Decides over a Hello. The order of the checks is part of the contract: a node that was isolated and then
 /// retired still hears that it was isolated, and destroys what it runs.
 pub fn decide(hello: &Hello, observed: Observed<'_>) -> Decision {
-    let Some(node) = observed.node else {
-        return refuse(Refusal::UnknownNode, format!("there is no Node {}: issue an enrollment for it", hello.node));
-    };
-    if !has_key(node, &hello.key) {
-        let isolated = isolation::carried_out(node);
-        if had_key(node, &hello.key) && hello.incarnation.is_some() && hello.incarnation <= isolated {
-            return refuse(
-                Refusal::Isolated,
-                "this host was isolated, and another one is this node now: destroy all Instances",
-            );
-        }
-        return refuse(
-            Refusal::WrongKey,
-            format!("the key is not the one of Node {}: enroll this host with a new token", hello.node),
-        );
+    if let Some((reason, message)) = without_key(hello, observed.node) {
+        return refuse(reason, message);
     }
+    let Some(node) = observed.node else { return refuse(Refusal::UnknownNode, unknown(hello)) };
     let facts = Facts::of(node);
     match isolation::fence(node) {
         Fence::Closed(isolated) if hello.incarnation.is_some_and(|incarnation| incarnation <= isolated) => {
@@ -276,6 +264,25 @@ pub fn decide(hello: &Hello, observed: Observed<'_>) -> Decision {
         Some(message) => ahead(node, hello, observed, facts, message),
         None => session_of(hello, observed.existing, facts.incarnation.unwrap_or_default(), None),
     }
+}
+
+fn unknown(hello: &Hello) -> String {
+    format!("there is no Node {}: issue an enrollment for it", hello.node)
+}
+
+/// Why this host is not its node, if so.
+pub fn without_key(hello: &Hello, node: Option<&Node>) -> Option<(Refusal, String)> {
+    let Some(node) = node else { return Some((Refusal::UnknownNode, unknown(hello))) };
+    if has_key(node, &hello.key) {
+        return None;
+    }
+    let isolated = isolation::carried_out(node);
+    if had_key(node, &hello.key) && hello.incarnation.is_some() && hello.incarnation <= isolated {
+        let message = "this host was isolated, and another one is this node now: destroy all Instances";
+        return Some((Refusal::Isolated, message.to_owned()));
+    }
+    let message = format!("the key is not the one of Node {}: enroll this host with a new token", hello.node);
+    Some((Refusal::WrongKey, message))
 }
 
 fn has_key(node: &Node, key: &NodeKey) -> bool {

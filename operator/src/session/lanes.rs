@@ -12,7 +12,7 @@ use kibo_protocol::v1::{self, InstanceEvent, to_node};
 use tokio::sync::mpsc;
 use tokio_util::task::TaskTracker;
 
-use super::{hooks::EventIngest, live::Session};
+use super::{hooks::EventIngest, live::Session, registry::Registry};
 
 /// Events of one session that are kept or in work; beyond it the node's stream is not read.
 const KEPT: usize = 4096;
@@ -25,6 +25,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// not acked comes again with the node's next session.
 pub async fn run(
     session: Arc<Session>,
+    registry: Registry,
     ingest: Arc<dyn EventIngest>,
     tasks: TaskTracker,
     mut events: mpsc::Receiver<InstanceEvent>,
@@ -35,7 +36,7 @@ pub async fn run(
     let mut queued = 0;
     // A task of its own: a session that ends does not cut a commit in two.
     let start = |event| {
-        let handle = tasks.spawn(take_in(session.clone(), ingest.clone(), event));
+        let handle = tasks.spawn(take_in(session.clone(), registry.clone(), ingest.clone(), event));
         async move { handle.await.ok() }
     };
     loop {
@@ -74,8 +75,18 @@ pub async fn run(
 }
 
 /// One event until it is committed or the session is over. Gives back the Instance's id.
-async fn take_in(session: Arc<Session>, ingest: Arc<dyn EventIngest>, event: InstanceEvent) -> String {
+async fn take_in(
+    session: Arc<Session>,
+    registry: Registry,
+    ingest: Arc<dyn EventIngest>,
+    event: InstanceEvent,
+) -> String {
     let instance = event.instance_id.clone();
+    // In this order: whoever finds the session over and nothing in work knows that nothing will be.
+    let _in_work = registry.take_in(&session.node);
+    if session.over.is_cancelled() {
+        return instance;
+    }
     let seq = event.seq;
     let mut pause = FIRST_PAUSE;
     while let Err(retry) = ingest.ingest(&session.node, session.incarnation, event.clone()).await {

@@ -12,6 +12,7 @@ mod registry;
 mod serve;
 mod server;
 mod service_account;
+mod strangers;
 
 pub(crate) use inbound::Pace;
 pub use live::{Capacity, DeclaredPool, Settings};

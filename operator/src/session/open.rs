@@ -11,10 +11,10 @@ use kibo_crds::{
 };
 use kibo_protocol::v1::{self, SessionRefusal};
 use kube::{Api, api::ListParams};
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
 use super::{
-    hello::{Decision, Existing, Hello, Observed, decide},
+    hello::{Decision, Existing, Hello, Observed, decide, without_key},
     hooks::{DesiredSet, EventIngest, StreamAcceptor},
     live::{NewSession, Session},
 };
@@ -45,6 +45,9 @@ pub struct Leading {
 /// Hellos that wait for the decision about an isolation; the others are told to come back.
 static AWAIT_ISOLATION: Semaphore = Semaphore::const_new(8);
 
+/// Nodes whose stored key is read for somebody who shows one that is not known.
+static LOOK_UPS: Semaphore = Semaphore::const_new(8);
+
 /// What comes of a Hello that is not refused.
 pub enum Opening {
     /// The node is to be adopted: ask it what it has, and open again.
@@ -52,8 +55,14 @@ pub enum Opening {
     Opened(Box<Opened>),
 }
 
-/// A committed session that is in the registry.
+/// A session, and the turn among the Hellos until it is acknowledged.
 pub struct Opened {
+    pub committed: Committed,
+    pub turn: OwnedSemaphorePermit,
+}
+
+/// A committed session that is in the registry.
+pub struct Committed {
     pub session: Arc<Session>,
     /// What is queued for the node.
     pub queue: mpsc::Receiver<v1::ToNode>,
@@ -91,11 +100,49 @@ pub async fn read_node(api: &Api<Node>, id: &NodeId) -> Result<(Option<Node>, Op
     Ok((list.items.into_iter().next(), revision))
 }
 
-/// One Hello of a node at a time; everything in here is read after the Hello came.
-pub async fn open(leading: &Leading, hello: &Hello, inventory: Option<&v1::Inventory>) -> Result<Opening, Refusal> {
+/// Whether the host shows the key of its node, before it takes anything that others wait for. A key that is known costs
+/// nothing; who shows another one waits for one of few reads.
+pub async fn shows_key(leading: &Leading, hello: &Hello) -> Result<(), Refusal> {
     let ctx = &leading.nodes.ctx;
-    let lock = ctx.registry.opening(&hello.node);
+    if ctx.nodes.knows_key(&hello.node, &hello.key.hash()) {
+        return Ok(());
+    }
+    // Nothing closes the semaphore.
+    let _turn = LOOK_UPS.acquire().await;
+    let (node, _) = read_node(&leading.nodes.api(), &hello.node).await.map_err(unanswered)?;
+    kibo_failpoint::reach("key-looked-up").await;
+    if let Some(node) = &node {
+        ctx.nodes.observe(node);
+    }
+    match without_key(hello, node.as_ref()) {
+        Some((reason, message)) => Err(refused(leading, hello, reason, message)),
+        None => Ok(()),
+    }
+}
+
+fn unanswered(error: kube::Error) -> Refusal {
+    Refusal::new(SessionRefusal::NotLeader, format!("the API server does not answer, try again: {error}"))
+}
+
+async fn turn_of(hellos: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, Refusal> {
+    let turn = hellos.clone().acquire_owned().await;
+    turn.map_err(|_| Refusal::new(SessionRefusal::NotLeader, "this operator ends: come back soon"))
+}
+
+/// One Hello of a node at a time; everything in here is read after the Hello came.
+pub async fn open(
+    leading: &Leading,
+    hellos: &Arc<Semaphore>,
+    hello: &Hello,
+    inventory: Option<&v1::Inventory>,
+) -> Result<Opening, Refusal> {
+    let ctx = &leading.nodes.ctx;
+    let Some(lock) = ctx.registry.opening(&hello.node) else {
+        return Err(Refusal::new(SessionRefusal::NotLeader, "this node says Hello many times at once: come back soon"));
+    };
     let _one_at_a_time = lock.lock().await;
+    // After the node's own lock: those who wait for each other take no turn of others.
+    let mut turn = turn_of(hellos).await?;
     // Of all attempts together: what one has ended, the next finds ended.
     let mut ended = 0;
     let (mut attempts, begun) = (0..ATTEMPTS, Instant::now());
@@ -105,9 +152,7 @@ pub async fn open(leading: &Leading, hello: &Hello, inventory: Option<&v1::Inven
             return Err(Refusal::new(SessionRefusal::NotLeader, "this operator leads no more: come back soon"));
         }
         kibo_failpoint::reach("hello-received").await;
-        let (node, revision) = read_node(&leading.nodes.api(), &hello.node).await.map_err(|error| {
-            Refusal::new(SessionRefusal::NotLeader, format!("the API server does not answer, try again: {error}"))
-        })?;
+        let (node, revision) = read_node(&leading.nodes.api(), &hello.node).await.map_err(unanswered)?;
         let existing = ctx.registry.get(&hello.node);
         let decision = decide(
             hello,
@@ -135,7 +180,9 @@ pub async fn open(leading: &Leading, hello: &Hello, inventory: Option<&v1::Inven
                     let message = "an isolation of this node is being decided: come back soon";
                     return Err(Refusal::new(SessionRefusal::NotLeader, message));
                 }
+                drop(turn);
                 tokio::time::sleep(ISOLATION_LOOK).await;
+                turn = turn_of(hellos).await?;
                 attempts = 0..ATTEMPTS;
                 continue;
             }
@@ -157,8 +204,8 @@ pub async fn open(leading: &Leading, hello: &Hello, inventory: Option<&v1::Inven
             leading.streams.session_ended(&hello.node);
         }
         let admitted = Admitted { incarnation, minted, adoption };
-        if let Some(opened) = commit(leading, hello, &node, revision, admitted).await? {
-            return Ok(Opening::Opened(Box::new(opened)));
+        if let Some(committed) = commit(leading, hello, &node, revision, admitted).await? {
+            return Ok(Opening::Opened(Box::new(Opened { committed, turn })));
         }
     }
     Err(Refusal::new(SessionRefusal::NotLeader, format!("Node {} changes too often, try again", hello.node)))
@@ -212,7 +259,7 @@ async fn commit(
     node: &Node,
     revision: Option<u64>,
     admitted: Admitted,
-) -> Result<Option<Opened>, Refusal> {
+) -> Result<Option<Committed>, Refusal> {
     let ctx = &leading.nodes.ctx;
     let Admitted { incarnation, minted, adoption } = admitted;
     let adopts = adoption.as_ref().map(|adoption| adoption.quarantine.clone()).unwrap_or_default();
@@ -262,7 +309,7 @@ async fn commit(
     ctx.nodes.touch(&hello.node);
     let committed_at = revision_of(committed.metadata.resource_version.as_deref());
     tracing::info!(node = %hello.node, session = session.id, %incarnation, minted, version = hello.version, "session opened");
-    Ok(Some(Opened { session, queue, revision: committed_at.max(revision).unwrap_or_default(), adopts }))
+    Ok(Some(Committed { session, queue, revision: committed_at.max(revision).unwrap_or_default(), adopts }))
 }
 
 /// Since an adoption of this life, that there is no Workspace proves nothing: it may be one that was made after the

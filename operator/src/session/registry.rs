@@ -113,6 +113,8 @@ pub enum CommandFailure {
     Timeout(NodeId),
 }
 
+/// A host says Hello again when it hears nothing; more than these at once are not its own doing.
+const HELLOS_OF_A_NODE: usize = 4;
 /// A refusal is shown in the Node's conditions for this long; a refused node tries again before that.
 const REFUSAL_SHOWN: Duration = Duration::from_secs(120);
 
@@ -125,6 +127,8 @@ struct Inner {
     opening: Mutex<HashMap<NodeId, Arc<tokio::sync::Mutex<()>>>>,
     /// Why the newest Hello with a right key was refused.
     refusals: Mutex<HashMap<NodeId, (Refused, Instant)>>,
+    /// Events of each node that are being taken in, of its sessions that are over too.
+    in_work: Mutex<HashMap<NodeId, u32>>,
     changes: watch::Sender<u64>,
 }
 
@@ -134,6 +138,7 @@ impl Default for Registry {
             sessions: Mutex::default(),
             opening: Mutex::default(),
             refusals: Mutex::default(),
+            in_work: Mutex::default(),
             changes: watch::channel(0).0,
         }))
     }
@@ -287,11 +292,12 @@ impl Registry {
         self.get(node).filter(|session| session.incarnation == incarnation).ok_or_else(|| NoSession(node.clone()))
     }
 
-    /// The lock under which a Hello of this node is decided and committed.
-    pub(crate) fn opening(&self, node: &NodeId) -> Arc<tokio::sync::Mutex<()>> {
+    /// The lock under which a Hello of this node is decided and committed; `None` when many wait for it already.
+    pub(crate) fn opening(&self, node: &NodeId) -> Option<Arc<tokio::sync::Mutex<()>>> {
         let mut opening = self.0.opening.lock().expect("no holder of this lock panics");
         opening.retain(|_, lock| Arc::strong_count(lock) > 1);
-        opening.entry(node.clone()).or_default().clone()
+        let lock = opening.entry(node.clone()).or_default();
+        (Arc::strong_count(lock) <= HELLOS_OF_A_NODE).then(|| lock.clone())
     }
 
     /// Whether a Hello of this node is being decided. Ask before [`Registry::get`]: a session that is committed
@@ -299,6 +305,21 @@ impl Registry {
     pub(crate) fn is_opening(&self, node: &NodeId) -> bool {
         let opening = self.0.opening.lock().expect("no holder of this lock panics");
         opening.get(node).is_some_and(|lock| lock.try_lock().is_err())
+    }
+
+    /// An event of the node is being taken in for as long as this is kept.
+    pub(crate) fn take_in(&self, node: &NodeId) -> InWork {
+        *self.in_work().entry(node.clone()).or_default() += 1;
+        InWork { registry: self.clone(), node: node.clone() }
+    }
+
+    /// Events of the node that are being taken in.
+    pub(crate) fn events_in_work(&self, node: &NodeId) -> u32 {
+        self.in_work().get(node).copied().unwrap_or_default()
+    }
+
+    fn in_work(&self) -> MutexGuard<'_, HashMap<NodeId, u32>> {
+        self.0.in_work.lock().expect("no holder of this lock panics")
     }
 
     pub(crate) fn note_refusal(&self, node: &NodeId, refused: Refused) {
@@ -348,6 +369,24 @@ impl Registry {
 
     pub(crate) fn notify(&self) {
         self.0.changes.send_modify(|count| *count = count.wrapping_add(1));
+    }
+}
+
+/// An event that is being taken in.
+pub struct InWork {
+    registry: Registry,
+    node: NodeId,
+}
+
+impl Drop for InWork {
+    fn drop(&mut self) {
+        let mut all = self.registry.in_work();
+        if let Some(count) = all.get_mut(&self.node) {
+            *count -= 1;
+            if *count == 0 {
+                all.remove(&self.node);
+            }
+        }
     }
 }
 

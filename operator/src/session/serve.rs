@@ -8,7 +8,7 @@ use std::{
 use kibo_crds::{Incarnation, InstanceId};
 use kibo_protocol::v1::{self, FromNode, SessionRefusal, ToNode, from_node, to_node};
 use rand::Rng as _;
-use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::sync::{Semaphore, mpsc};
 use tonic::{Status, Streaming};
 
 use super::{
@@ -17,7 +17,7 @@ use super::{
     inbound::{Pace, bound, one_line},
     lanes,
     live::{ClockNews, OfferAnswer, Session},
-    open::{Leading, Opened, Opening, Refusal, open, read_node},
+    open::{Committed, Leading, Opened, Opening, Refusal, open, read_node},
 };
 use crate::node::compute_status;
 
@@ -32,8 +32,6 @@ const MESSAGE_EVERY: Duration = Duration::from_millis(4);
 const MESSAGES_AT_ONCE: u32 = 2000;
 /// Why a session ends is told for so long to a node that does not read.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-/// A node whose events wait for this operator is not silent; it is noted this often.
-const WAITING: Duration = Duration::from_secs(1);
 /// Attempts to compute the desired set before the session is given up.
 const DESIRED_ATTEMPTS: u32 = 5;
 
@@ -48,19 +46,25 @@ pub async fn refuse(wire: &Wire, term: u64, refusal: Refusal) {
     let _ = wire.send(Ok(ToNode { term, message: Some(to_node::Message::Refused(refused)) })).await;
 }
 
+/// The same to who said Hello.
+pub async fn refuse_hello(wire: &Wire, term: u64, hello: &Hello, refusal: Refusal) {
+    tracing::warn!(node = %hello.node, reason = refusal.reason.as_str_name(), message = refusal.message, "session refused");
+    refuse(wire, term, refusal).await;
+}
+
 /// Opens the session and serves it until either side ends it.
 pub async fn serve(
     leading: Arc<Leading>,
     hello: Hello,
     mut inbound: Streaming<FromNode>,
     wire: Wire,
-    in_flight: OwnedSemaphorePermit,
+    hellos: Arc<Semaphore>,
 ) {
     let term = leading.nodes.ctx.term.0;
-    let mut opened = open(&leading, &hello, None).await;
+    let mut opened = open(&leading, &hellos, &hello, None).await;
     if let Ok(Opening::TakeInventory) = opened {
         opened = match take_inventory(&hello, term, &mut inbound, &wire).await {
-            Ok(inventory) => open(&leading, &hello, Some(&inventory)).await,
+            Ok(inventory) => open(&leading, &hellos, &hello, Some(&inventory)).await,
             Err(message) => Err(Refusal::new(SessionRefusal::ControlPlaneWentBack, message)),
         };
     }
@@ -68,15 +72,13 @@ pub async fn serve(
         Ok(Opening::Opened(opened)) => *opened,
         // Asked once, and answered.
         Ok(Opening::TakeInventory) => return,
-        Err(refusal) => {
-            tracing::warn!(node = %hello.node, reason = refusal.reason.as_str_name(), message = refusal.message, "session refused");
-            return refuse(&wire, term, refusal).await;
-        }
+        Err(refusal) => return refuse_hello(&wire, term, &hello, refusal).await,
     };
+    let Opened { committed: opened, turn } = opened;
     let session = opened.session.clone();
     metrics::gauge!("kibotos_sessions").increment(1);
     let acknowledged = acknowledge(&leading, &opened, &wire).await;
-    drop(in_flight);
+    drop(turn);
     if let Some(desired) = acknowledged {
         let writer = tokio::spawn(write(session.clone(), opened.queue, wire));
         tokio::spawn(tear_down_strangers(leading.clone(), session.clone(), hello.instances, desired));
@@ -120,7 +122,7 @@ async fn take_inventory(
 }
 
 /// Sends the HelloAck before anything else. Gives back the Instances that are to run.
-async fn acknowledge(leading: &Leading, opened: &Opened, wire: &Wire) -> Option<Vec<String>> {
+async fn acknowledge(leading: &Leading, opened: &Committed, wire: &Wire) -> Option<Vec<String>> {
     let session = &opened.session;
     let desired = desired(leading, session).await?;
     let instances = desired.iter().filter_map(|desired| Some(desired.launch.as_ref()?.instance_id.clone())).collect();
@@ -192,7 +194,8 @@ async fn write(session: Arc<Session>, mut queue: mpsc::Receiver<ToNode>, wire: W
 async fn read(leading: &Arc<Leading>, session: &Arc<Session>, mut inbound: Streaming<FromNode>) {
     let ctx = &leading.nodes.ctx;
     let (events, queue) = mpsc::channel(EVENT_QUEUE);
-    tokio::spawn(lanes::run(session.clone(), leading.events.clone(), ctx.tasks.clone(), queue));
+    let lanes = lanes::run(session.clone(), ctx.registry.clone(), leading.events.clone(), ctx.tasks.clone(), queue);
+    tokio::spawn(lanes);
     // Not all nodes in the same moment, when one change of the policy went unconfirmed.
     let confirmed_within = CONFIRMED_WITHIN + Duration::from_millis(rand::rng().random_range(0..1000));
     let mut tick = tokio::time::interval(Duration::from_secs(1));
@@ -286,8 +289,13 @@ async fn handle(
             session.answer_offer(&refuse.offer_id, answer);
         }
         from_node::Message::Events(batch) => {
+            // A daemon has fewer on the way than there is room for, so it never waits here. Whoever has more is not
+            // listened to meanwhile, and what it said before is no sign that it lives now. Ends with the session; what
+            // was not acked comes again.
             for event in batch.events {
-                queue(leading, session, events, event).await;
+                if events.send(event).await.is_err() {
+                    return;
+                }
             }
         }
         from_node::Message::Report(report) => match declared_pools(&report.pools) {
@@ -314,23 +322,6 @@ async fn handle(
             tracing::debug!(node = %session.node, object = progress.uid, "nobody asked for that move");
         }
         from_node::Message::StreamRefused(refused) => leading.streams.refused(&session.node, refused),
-    }
-}
-
-/// Ends with the session; the node sends what was not acked again.
-async fn queue(
-    leading: &Leading,
-    session: &Session,
-    events: &mpsc::Sender<v1::InstanceEvent>,
-    event: v1::InstanceEvent,
-) {
-    loop {
-        match tokio::time::timeout(WAITING, events.reserve()).await {
-            Ok(Ok(permit)) => return permit.send(event),
-            Ok(Err(_)) => return,
-            // It says that it lives, and is not listened to.
-            Err(_) => leading.nodes.ctx.watchdog.heard(&session.node),
-        }
     }
 }
 

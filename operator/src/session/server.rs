@@ -22,14 +22,16 @@ use tonic::{
     Request, Response, Status, Streaming,
     transport::{Identity, Server, ServerTlsConfig},
 };
+use tower::util::MapRequestLayer;
 
 use super::{
     enroll,
     hello::Hello,
     inbound::one_line,
-    open::{Leading, Refusal},
+    open::{Leading, Refusal, shows_key},
     serve::{self, Wire},
     service_account::Policy,
+    strangers::{Strangers, bound_first_message},
 };
 use crate::tls::Serving;
 
@@ -48,9 +50,11 @@ const ENROLLMENT_WAITS: Duration = Duration::from_secs(5);
 /// Whoever finds a replica that has just been elected waits here until it serves, rather than to knock again and again:
 /// each time costs both sides a handshake, when the new leader has most to do. A node waits longer for its answer.
 const ELECTED_SERVES_WITHIN: Duration = Duration::from_secs(15);
+/// Calls of one connection at once: a daemon has its session there, and each stream on a connection of its own.
+const CALLS_OF_A_CONNECTION: u32 = 32;
 /// Messages between the queue of a session and its connection.
 const WIRE: usize = 64;
-/// A Hello lists everything that a node has; 100,000 Instances fit.
+/// An inventory lists everything that a node has in its pools.
 const LARGEST_MESSAGE: usize = 16 << 20;
 /// What a node may send ahead on one call, so that a stream is not slowed down by distance; a connection has
 /// room for the session and for a stream whose reader pauses.
@@ -81,6 +85,7 @@ enum Turn {
 pub struct SessionServer {
     turn: Arc<watch::Sender<Turn>>,
     observed_term: Arc<AtomicU64>,
+    strangers: Strangers,
     hellos: Arc<Semaphore>,
     enrollments: Arc<Semaphore>,
     in_cluster: Option<Arc<Policy>>,
@@ -93,6 +98,7 @@ impl SessionServer {
         Self {
             turn: Arc::new(watch::Sender::new(Turn::Standby)),
             observed_term,
+            strangers: Strangers::default(),
             hellos: Arc::new(Semaphore::new(HELLOS_IN_FLIGHT)),
             enrollments: Arc::new(Semaphore::new(ENROLLMENTS_IN_FLIGHT)),
             in_cluster: in_cluster.map(Arc::new),
@@ -141,7 +147,9 @@ impl SessionServer {
         let tls = ServerTlsConfig::new().identity(identity).timeout(HANDSHAKE_WITHIN);
         let service = NodeControlServer::new(self).max_decoding_message_size(LARGEST_MESSAGE);
         let router = Server::builder()
+            .layer(MapRequestLayer::new(bound_first_message))
             .tls_config(tls)?
+            .max_concurrent_streams(CALLS_OF_A_CONNECTION)
             .tcp_nodelay(true)
             .initial_stream_window_size(STREAM_WINDOW)
             .initial_connection_window_size(CONNECTION_WINDOW)
@@ -154,6 +162,9 @@ impl SessionServer {
     }
 
     async fn run(self, peer: Option<SocketAddr>, mut inbound: Streaming<FromNode>, wire: Wire) {
+        // Before anything of it is read: those who wait for a leader cost nothing.
+        let leading = self.leading().await;
+        let Some(listened) = self.strangers.listen(peer.map(|peer| peer.ip())).await else { return };
         let term = self.observed_term.load(Ordering::Relaxed);
         let first = tokio::time::timeout(FIRST_MESSAGE_WITHIN, inbound.message()).await;
         let hello = match first {
@@ -177,16 +188,21 @@ impl SessionServer {
                 return serve::refuse(&wire, term, refusal).await;
             }
         };
-        let Some(leading) = self.leading().await else {
+        let Some(leading) = leading else {
             let message = "this operator is not the leader: come back soon";
             let term = self.observed_term.load(Ordering::Relaxed);
             return serve::refuse(&wire, term, Refusal::new(SessionRefusal::NotLeader, message)).await;
         };
-        // Nothing closes the semaphore.
-        let Ok(permit) = self.hellos.clone().acquire_owned().await else { return };
         // Tracked, so that at the end of the leadership each node still hears why.
         let tasks = leading.nodes.ctx.tasks.clone();
-        Box::pin(tasks.track_future(serve::serve(leading, hello, inbound, wire, permit))).await;
+        let serve = async {
+            if let Err(refusal) = shows_key(&leading, &hello).await {
+                return serve::refuse_hello(&wire, leading.nodes.ctx.term.0, &hello, refusal).await;
+            }
+            drop(listened);
+            serve::serve(leading, hello, inbound, wire, self.hellos.clone()).await;
+        };
+        Box::pin(tasks.track_future(serve)).await;
     }
 }
 
@@ -217,6 +233,7 @@ impl NodeControl for SessionServer {
         request: Request<Streaming<StreamFromNode>>,
     ) -> Result<Response<Self::AttachStream>, Status> {
         let leading = self.leading_or_unavailable().await?;
+        let listened = self.strangers.listen(request.remote_addr().map(|peer| peer.ip())).await;
         let mut inbound = request.into_inner();
         let first = tokio::time::timeout(FIRST_MESSAGE_WITHIN, inbound.message()).await;
         let hello = match first {
@@ -227,6 +244,7 @@ impl NodeControl for SessionServer {
             }
         };
         let outbound = leading.streams.attach(hello, inbound).await?;
+        drop(listened);
         Ok(Response::new(outbound))
     }
 }

@@ -60,6 +60,8 @@ pub struct Draft<'a> {
     wait: Option<Wait>,
     /// Where it could be placed, though nobody asks for it.
     place: Option<Wait>,
+    /// What is stored of it stands, as long as nobody asks for it.
+    place_stands: bool,
     /// Whether the execution's node is reachable; `None`: what is stored stands.
     reachable: Option<bool>,
 }
@@ -107,7 +109,16 @@ impl<'a> Draft<'a> {
         let keep_from = now.0 - COMMANDS_KEPT;
         status.commands.retain(|command| command.finished_at.as_ref().is_none_or(|at| at.0 >= keep_from));
         status.phase.get_or_insert(WorkspacePhase::Creating);
-        Self { workspace, status, notices: Vec::new(), now, wait: None, place: None, reachable: None }
+        Self {
+            workspace,
+            status,
+            notices: Vec::new(),
+            now,
+            wait: None,
+            place: None,
+            place_stands: false,
+            reachable: None,
+        }
     }
 
     pub fn phase(&self) -> WorkspacePhase {
@@ -139,6 +150,11 @@ impl<'a> Draft<'a> {
     /// Says in the condition Placed where it could start; it waits for nothing.
     pub fn could_be_placed(&mut self, place: Wait) {
         self.place = Some(place);
+    }
+
+    /// Nothing new is known of where it could start.
+    pub fn place_stands(&mut self) {
+        self.place_stands = true;
     }
 
     /// Says how the execution's node stands.
@@ -251,8 +267,14 @@ impl<'a> Draft<'a> {
             (None, Some(wait)) => {
                 self.set(ConditionType::Placed, false, wait.reason, &wait.message);
             }
+            (None, None) if self.place_stands && self.is_unplaced() => self.confirm(ConditionType::Placed),
             (None, None) => self.set(ConditionType::Placed, false, "NoExecution", ""),
         }
+    }
+
+    /// As it is stored.
+    fn is_unplaced(&self) -> bool {
+        self.condition(ConditionType::Placed).is_some_and(|stored| stored.status == "False")
     }
 
     fn set_node_reachable(&mut self) {
@@ -297,6 +319,33 @@ pub struct Outcome {
     pub status: Option<Box<WorkspaceStatus>>,
     /// To be told once that is written.
     pub notices: Vec<Notice>,
+}
+
+/// How much of a status is new.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum News {
+    /// Something happened.
+    Facts,
+    /// Where it could be placed, for which nobody asks.
+    Place,
+    /// The messages, in other words.
+    Words,
+}
+
+/// How much of the second status is new to who knows the first.
+pub fn news(known: &WorkspaceStatus, new: &WorkspaceStatus) -> News {
+    let placeless = |status: &WorkspaceStatus| {
+        let mut status = status.clone();
+        status.conditions.retain(|condition| condition.type_ != ConditionType::Placed.to_string());
+        status
+    };
+    if differ_in_words_only(known, new) {
+        News::Words
+    } else if differ_in_words_only(&placeless(known), &placeless(new)) {
+        News::Place
+    } else {
+        News::Facts
+    }
 }
 
 /// Whether two statuses differ in nothing but the words of their messages.

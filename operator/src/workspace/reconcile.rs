@@ -18,7 +18,7 @@ use serde_json::json;
 
 use super::{
     decide::{self, Action, Decision, Object},
-    draft::{Notice, differ_in_words_only},
+    draft::{News, Notice, news},
     launch,
     sight::{CREATED_FOR, Cluster as _, Sight},
     world::World,
@@ -38,6 +38,9 @@ pub(crate) const RETRY: Duration = Duration::from_secs(2);
 const RESEND: Duration = Duration::from_secs(30);
 /// Words alone are not written more often than this.
 pub(super) const WORDS_PAUSE: Duration = Duration::from_secs(30);
+
+/// Nor where a Workspace could start, however often the nodes that reach its pools come and go.
+const PLACE_PAUSE: Duration = Duration::from_secs(10);
 
 /// How a step went.
 #[derive(Debug)]
@@ -94,12 +97,16 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
     let (mut workspace, mut wrote, mut unsaid) = (workspace, false, None);
     if let Some(status) = outcome.status {
         let is_first_start = matches!(action, Action::Start(_)) && workspace.status.is_none();
-        let only_words = workspace.status.as_ref().is_some_and(|stored| differ_in_words_only(stored, &status));
+        let pause = match workspace.status.as_ref().map(|stored| news(stored, &status)) {
+            Some(News::Words) => Some(WORDS_PAUSE),
+            Some(News::Place) => Some(PLACE_PAUSE),
+            Some(News::Facts) | None => None,
+        };
         if is_first_start {
             // What is new is stored with the start's commit, or with the answer that no node takes it.
             workspace = Arc::new(Workspace { status: Some((*status).clone()), ..(*workspace).clone() });
             unsaid = Some(*status);
-        } else if let Some(rest) = world.words_rest(key, WORDS_PAUSE).filter(|_| only_words) {
+        } else if let Some(rest) = pause.and_then(|pause| world.words_rest(key, pause)) {
             world.bells.workspaces.push_after(key.clone(), rest);
         } else {
             log_decision(&workspace, &status, &action);

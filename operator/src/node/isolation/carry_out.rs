@@ -46,7 +46,7 @@ enum StepError {
     Write(#[from] WriteError),
     #[error("failed to read what the node holds: {0}")]
     Read(#[from] kube::Error),
-    #[error("what was begun with the node is not over: starts in flight: {0}")]
+    #[error("what was begun with the node is not over: starts and events in flight: {0}")]
     InFlight(u32),
     #[error("not everything has let go of the node yet: {0:?}")]
     StillHeld(census::Census),
@@ -120,8 +120,11 @@ async fn decide(
     begun: IsolationResult,
     look: bool,
 ) -> Result<(), StepError> {
-    let seen =
-        if look { evidence::seek(control, id, node).await } else { evidence::Evidence { writes: false, words: None } };
+    let seen = if look {
+        evidence::seek(control, id, node, begun.incarnation).await
+    } else {
+        evidence::Evidence { writes: false, words: None }
+    };
     kibo_failpoint::reach("isolation-looked").await;
     let begun = IsolationResult { evidence: seen.words.clone(), ..begun };
     if seen.writes {
@@ -130,8 +133,8 @@ async fn decide(
         tracing::warn!(node = %id, evidence = seen.words, "the isolation is refused: the host still writes");
         return Ok(());
     }
-    // The session is over; a commit that was under way when it ended is not counted by half.
-    let in_flight = control.usage.of_node(id).in_flight;
+    // The session is over; a start or an event that was under way when it ended is not counted by half.
+    let in_flight = control.usage.of_node(id).in_flight + control.ctx.registry.events_in_work(id);
     if in_flight > 0 {
         return Err(StepError::InFlight(in_flight));
     }

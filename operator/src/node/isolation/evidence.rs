@@ -2,12 +2,13 @@
 //!
 //! A daemon counts up in that file every 2 s for as long as it runs, with or without a way to the operator. A count
 //! that moves proves that the host is up and reaches the pool. One that stands still proves nothing (its VMs may run
-//! on without their daemon): then the word of the person who ordered the isolation counts.
+//! on without their daemon), and neither does one of another life (a host that was set up anew, and waits to be let
+//! in): then the word of the person who ordered the isolation counts.
 
 use std::{sync::Arc, time::Duration};
 
 use futures::future::join_all;
-use kibo_crds::{Node, NodeId, PoolId};
+use kibo_crds::{Incarnation, Node, NodeId, PoolId};
 use kibo_protocol::v1::{FenceFile, fence_seen};
 use tokio::time::{Instant, sleep};
 
@@ -26,6 +27,13 @@ pub struct Evidence {
     pub writes: bool,
     /// For people; absent: there was nobody to ask.
     pub words: Option<String>,
+}
+
+/// Who is declared dead.
+#[derive(Clone, Copy, Debug)]
+struct Victim<'a> {
+    node: &'a NodeId,
+    life: Incarnation,
 }
 
 /// What one pool shows, in words.
@@ -60,8 +68,9 @@ fn shared(victim: &NodeId, node: &Node, sessions: &[NodeSnapshot]) -> Vec<Shared
 }
 
 /// Looks in all shared pools at once.
-pub async fn seek(control: &Arc<NodeControl>, victim: &NodeId, node: &Node) -> Evidence {
+pub async fn seek(control: &Arc<NodeControl>, victim: &NodeId, node: &Node, life: Incarnation) -> Evidence {
     let shared = shared(victim, node, &control.ctx.registry.snapshot());
+    let victim = Victim { node: victim, life };
     judge(join_all(shared.iter().map(|shared| watch(control, victim, shared))).await)
 }
 
@@ -74,7 +83,7 @@ fn judge(seen: Vec<Seen>) -> Evidence {
 }
 
 /// Asks the members of one pool, one after the other, until one has an answer.
-async fn watch(control: &Arc<NodeControl>, victim: &NodeId, shared: &Shared) -> Seen {
+async fn watch(control: &Arc<NodeControl>, victim: Victim<'_>, shared: &Shared) -> Seen {
     let mut problems = Vec::new();
     for member in &shared.members {
         match watch_with(control, victim, &shared.pool, member).await {
@@ -88,20 +97,21 @@ async fn watch(control: &Arc<NodeControl>, victim: &NodeId, shared: &Shared) -> 
 
 async fn watch_with(
     control: &Arc<NodeControl>,
-    victim: &NodeId,
+    victim: Victim<'_>,
     pool: &PoolId,
     member: &NodeId,
 ) -> Result<Seen, String> {
     let begun = Instant::now();
-    let Some(first) = look(control, victim, pool, member).await? else {
-        let words = format!("node {victim} has no fence file in storage pool {pool}, says node {member}");
+    let Victim { node, life } = victim;
+    let Some(first) = look(control, node, pool, member).await? else {
+        let words = format!("node {node} has no fence file in storage pool {pool}, says node {member}");
         return Ok(Seen { moves: false, words });
     };
     while begun.elapsed() < WATCHED_FOR {
         sleep(LOOK_EVERY).await;
-        if let Some(now) = look(control, victim, pool, member).await?.filter(|now| *now != first) {
+        if let Some(now) = look(control, node, pool, member).await?.filter(|now| moves(&first, now, life)) {
             let words = format!(
-                "node {member} saw the count of node {victim} in storage pool {pool} move from {} to {} at {}",
+                "node {member} saw the count of node {node} in storage pool {pool} move from {} to {} at {}",
                 first.heartbeat,
                 now.heartbeat,
                 crate::clock::now().0
@@ -109,21 +119,32 @@ async fn watch_with(
             return Ok(Seen { moves: true, words });
         }
     }
-    let words = format!(
-        "the count of node {victim} in storage pool {pool} stood still at {} for {} s, says node {member}",
-        first.heartbeat,
-        WATCHED_FOR.as_secs()
-    );
+    let words = if first.incarnation == life.0 {
+        let (count, seconds) = (first.heartbeat, WATCHED_FOR.as_secs());
+        format!(
+            "the count of node {node} in storage pool {pool} stood still at {count} for {seconds} s, says node {member}"
+        )
+    } else {
+        format!(
+            "the fence file of node {node} in storage pool {pool} says nothing of incarnation {life}, says node {member}"
+        )
+    };
     Ok(Seen { moves: false, words })
+}
+
+/// Whether the host was counting in this life between two looks.
+fn moves(first: &FenceFile, now: &FenceFile, life: Incarnation) -> bool {
+    let is_of_it = |file: &FenceFile| file.incarnation == life.0;
+    is_of_it(first) && is_of_it(now) && first.heartbeat != now.heartbeat
 }
 
 async fn look(
     control: &Arc<NodeControl>,
-    victim: &NodeId,
+    node: &NodeId,
     pool: &PoolId,
     member: &NodeId,
 ) -> Result<Option<FenceFile>, String> {
-    let seen = control.ctx.registry.look_at_fence(member, pool, victim).await.map_err(|error| error.to_string())?;
+    let seen = control.ctx.registry.look_at_fence(member, pool, node).await.map_err(|error| error.to_string())?;
     match seen {
         Some(fence_seen::Result::File(file)) => Ok(Some(file)),
         Some(fence_seen::Result::Missing(_)) => Ok(None),
@@ -134,10 +155,7 @@ async fn look(
 
 #[cfg(test)]
 mod tests {
-    use kibo_crds::{
-        Incarnation,
-        node::{NodePool, NodeSpec, NodeStatus},
-    };
+    use kibo_crds::node::{NodePool, NodeSpec, NodeStatus};
 
     use super::*;
     use crate::session::{Capacity, DeclaredPool, Settings};
@@ -196,6 +214,18 @@ mod tests {
             .map(|it| (it.pool.as_str(), it.members.iter().map(NodeId::as_str).collect::<Vec<_>>()))
             .collect();
         assert_eq!(named, [("shared", vec!["b", "d"]), ("other", vec!["c"])]);
+    }
+
+    #[test]
+    fn only_this_life_is_proved_by_a_count() {
+        let file = |incarnation, heartbeat| FenceFile { incarnation, heartbeat };
+        let moves =
+            |first: (u64, u64), now: (u64, u64)| moves(&file(first.0, first.1), &file(now.0, now.1), Incarnation(7));
+        assert!(moves((7, 1), (7, 2)));
+        assert!(!moves((7, 1), (7, 1)));
+        assert!(!moves((0, 1), (0, 2)), "it has no incarnation yet");
+        assert!(!moves((8, 1), (8, 2)) && !moves((6, 1), (6, 2)), "another life");
+        assert!(!moves((7, 1), (0, 2)), "this life is over");
     }
 
     #[test]

@@ -44,8 +44,10 @@ pub(super) fn decide(sight: &Sight<'_>, mut draft: Draft<'_>) -> Decision {
         return draft.then(Action::Rest);
     }
     if draft.phase() == WorkspacePhase::Failed && draft.status.reason.as_deref() == Some(UNAVAILABLE) {
-        let place = stranded::place(sight, &draft);
-        draft.could_be_placed(place);
+        match stranded::place(sight, &draft) {
+            Some(place) => draft.could_be_placed(place),
+            None => draft.place_stands(),
+        }
     }
     match binding {
         Binding::Step(action) => draft.then(action),

@@ -444,7 +444,28 @@ fn what_was_isolated_says_where_it_can_start() {
     let (reason, message) = placed(&back);
     assert_eq!(reason, "CanStart");
     assert!(message.contains("nodes b, c,"), "{message}");
-    assert_eq!(back.status.unwrap().phase, Some(WorkspacePhase::Failed));
+    assert_eq!(back.status.as_ref().unwrap().phase, Some(WorkspacePhase::Failed));
+    // The nodes of a new leader are on their way.
+    let new_leader = Facts { settling: true, ..isolated(&[]) };
+    assert_eq!(look(&back, &new_leader).outcome.status, None);
+    let back = stored(&back, &look(&back, &isolated(&[])));
+    assert_eq!(placed(&back).0, "PoolOutOfReach", "they did not come");
+}
+
+#[test]
+fn where_it_could_start_is_no_news_that_cannot_wait() {
+    use crate::workspace::draft::{News, news};
+    let failed = executing(WorkspacePhase::Available);
+    let isolated = |sessions: &[&str]| Facts {
+        voids: vec![(node("a"), Incarnation(1), Void::Isolated)],
+        sessions: sessions.iter().map(|name| (node(name), Incarnation(7))).collect(),
+        ..Facts::default()
+    };
+    let of = |facts: &Facts| status(&look(&failed, facts)).clone();
+    let (nobody, one, two) = (of(&isolated(&[])), of(&isolated(&["b"])), of(&isolated(&["b", "c"])));
+    assert_eq!(news(&nobody, &one), News::Place);
+    assert_eq!(news(&one, &two), News::Words);
+    assert_eq!(news(failed.status.as_ref().unwrap(), &one), News::Facts);
 }
 
 #[test]
