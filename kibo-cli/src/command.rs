@@ -140,7 +140,11 @@ impl<K: Commanded> Submission<K> {
                 answer => return answer.map(|_| Given::Now).on(&self.subject),
             }
         }
-        Err(Error::new(Kind::Aborted, format!("{} changes too often to be written", self.subject)))
+        Err(Error::new(
+            Kind::Aborted,
+            format!("{} changes too often to be written, and nothing was done", self.subject),
+        )
+        .next(format!("give the command again in a moment; see how it stands: {}", self.subject.command("get"))))
     }
 
     /// Whether this command was given before. The same id with another input is refused.
@@ -245,7 +249,7 @@ impl<K: Commanded> Submission<K> {
     }
 
     fn gone(&self) -> Error {
-        Error::new(Kind::NotFound, format!("{} was deleted meanwhile", self.subject))
+        Error::gone(&self.subject)
     }
 
     /// A wait for this object, in what is left of the time.

@@ -71,6 +71,12 @@ impl Error {
         Self::new(Kind::InvalidArgument, message)
     }
 
+    /// What was there when the command began is not any more.
+    pub fn gone(subject: &Subject) -> Self {
+        Self::new(Kind::NotFound, format!("{subject} was deleted meanwhile"))
+            .next(format!("see what there is: {}", subject.list_command()))
+    }
+
     fn unreachable(message: String) -> Self {
         Self { kind: Kind::Unavailable, message, next: None, unreachable: true }
     }
@@ -214,7 +220,10 @@ pub fn from_status(status: &Status, subject: &Subject) -> Error {
         ("Timeout" | "ServerTimeout" | "ServiceUnavailable" | "TooManyRequests", _) | (_, 429 | 502..=504) => {
             let said = if status.message.is_empty() { "the API server cannot answer now" } else { &status.message };
             Error::new(Kind::Unavailable, format!("{subject}: {said}"))
+                .next("give the command again in a moment; if that goes on, look at the API server: kubectl get --raw '/readyz?verbose'")
         }
+        (_, 500..) => Error::new(Kind::Unavailable, format!("{subject}: the API server failed: {}", status.message))
+            .next("give the command again; if that goes on, the API server's log says why"),
         _ => Error::new(Kind::Other, format!("{subject}: {}", status.message)),
     }
 }

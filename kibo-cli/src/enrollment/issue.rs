@@ -12,13 +12,13 @@ use kibo_crds::{
     node::{Enrollment, NodeCommand, NodeSpec},
 };
 use kibo_protocol::{EnrollmentToken, Secret, SecretHash};
-use kube::api::PostParams;
+use kube::{ResourceExt as _, api::PostParams};
 use serde::Serialize;
 
 use crate::{
     client::{Cluster, duration},
     errors::{Error, Kind, On as _, Result, Subject},
-    node::{Given, Submission, WriteArgs},
+    node::{Given, Submission, WriteArgs, is_isolated, subject},
     output::{OutputArgs, Present, present, remark, words::instant},
 };
 
@@ -53,7 +53,7 @@ pub async fn issue(cluster: &Cluster, args: Issue) -> Result<()> {
     let expires = Timestamp::now().checked_add(args.ttl).map_err(|_| Error::invalid("--ttl is too long"))?;
     let expires = Time(expires);
     let grant = Enrollment { secret_hash: secret.hash().to_string(), expires_at: expires.clone(), request_id: None };
-    store(cluster, &args.node, grant, args.write).await?;
+    let known = store(cluster, &args.node, grant, args.write).await?;
     let token = EnrollmentToken { node_id: args.node.to_string(), secret, ca_hash };
     let issued = Issued { node: args.node, token: token.expose(), expires_at: instant(&expires) };
     present(args.output.form(), &issued)?;
@@ -61,15 +61,37 @@ pub async fn issue(cluster: &Cluster, args: Issue) -> Result<()> {
         "a host becomes node {} with this token, once, until {}; it goes into the file that control.token_file names",
         issued.node, issued.expires_at
     ));
+    if let Some(obstacle) = known.as_ref().and_then(obstacle) {
+        remark(&obstacle);
+    }
     Ok(())
 }
 
-/// Puts the grant into the Node, in place of a former one. What forbids it (the node is retired) is a rule of the API.
-async fn store(cluster: &Cluster, id: &NodeId, mut grant: Enrollment, write: WriteArgs) -> Result<()> {
+/// Why a host that came now would be refused with a token for this node. Somebody who replaces a host may know, and
+/// isolate it next.
+fn obstacle(node: &Node) -> Option<String> {
+    let status = node.status.as_ref()?;
+    let incarnation = status.incarnation.filter(|_| !is_isolated(status))?;
+    let subject = subject(&node.name_any());
+    let why = if status.has_live_session() {
+        "another host has a live session as this node".to_owned()
+    } else {
+        format!("this node has lived, and what its host held in incarnation {incarnation} is not released")
+    };
+    Some(format!(
+        "as it stands, a host with this token is refused: {why}. A host that still has its key needs no token; when the old host is off for good: {} --confirm-host-cannot-write",
+        subject.command("isolate")
+    ))
+}
+
+/// Puts the grant into the Node, in place of a former one, and gives back the Node as it was. What forbids it (the node
+/// is retired) is a rule of the API.
+async fn store(cluster: &Cluster, id: &NodeId, mut grant: Enrollment, write: WriteArgs) -> Result<Option<Node>> {
     let is_expected = write.expected_version.is_some();
     let submission = Submission::new(cluster, id.as_str(), &NodeCommand::Issue, write);
     grant.request_id = submission.id_if_named().cloned();
-    if submission.api.get_opt(id.as_str()).await.on(&submission.subject)?.is_none() {
+    let known = submission.api.get_opt(id.as_str()).await.on(&submission.subject)?;
+    if known.is_none() {
         if is_expected {
             let text = format!("{} does not exist, so it is not in the expected version", submission.subject);
             return Err(Error::new(Kind::NotFound, text).next("leave --expected-version out to make it"));
@@ -78,7 +100,7 @@ async fn store(cluster: &Cluster, id: &NodeId, mut grant: Enrollment, write: Wri
         match submission.api.create(&PostParams::default(), &Node::new(id.as_str(), spec)).await {
             // Somebody else was quicker.
             Err(kube::Error::Api(status)) if status.is_already_exists() => {}
-            created => return created.map(|_| ()).on(&submission.subject),
+            created => return created.map(Some).on(&submission.subject),
         }
     }
     let patch = |_: &Node| {
@@ -90,7 +112,7 @@ async fn store(cluster: &Cluster, id: &NodeId, mut grant: Enrollment, write: Wri
         }}}))
     };
     match submission.submit(patch).await? {
-        Given::Now => Ok(()),
+        Given::Now => Ok(known),
         Given::Before => {
             let text = format!(
                 "{}: the token of command {:?} was printed when the command was given, and is stored nowhere",
@@ -169,6 +191,29 @@ mod tests {
         let error = hash_of_pem(b"nothing", "ca.crt").unwrap_err();
         assert_eq!(error.kind, Kind::InvalidArgument);
         assert!(error.message.starts_with("ca.crt holds no certificate in PEM form"), "{error}");
+    }
+
+    #[test]
+    fn a_token_that_would_be_refused_says_so() {
+        let told = |status: serde_json::Value| {
+            let node = serde_json::from_value(
+                serde_json::json!({ "metadata": { "name": "n" }, "spec": {}, "status": status }),
+            );
+            obstacle(&node.unwrap()).unwrap_or_default()
+        };
+        assert_eq!(told(serde_json::json!({ "admission": "Admitted" })), "", "it has not lived");
+        let lived = serde_json::json!({ "admission": "Admitted", "incarnation": 2 });
+        assert!(told(lived.clone()).contains("in incarnation 2 is not released"), "{}", told(lived.clone()));
+        let mut alive = lived.clone();
+        alive["session"] = serde_json::json!({
+            "id": "s", "alive": true, "incarnation": 2, "bootId": "b", "version": "v", "startedAt": "1970-01-01T00:00:00Z",
+        });
+        assert!(told(alive).contains("live session"));
+        let mut isolated = lived;
+        isolated["isolation"] = serde_json::json!({
+            "incarnation": 2, "state": "Finished", "startedAt": "1970-01-01T00:00:00Z",
+        });
+        assert_eq!(told(isolated), "");
     }
 
     #[test]

@@ -86,12 +86,12 @@ async fn outcome(cluster: &Cluster, api: Api<Node>, subject: &Subject, wanted: &
 }
 
 fn look(seen: Option<&Node>, wanted: &Adoption, subject: &Subject) -> Result<Look<AdoptionResult>> {
-    let gone = || Error::new(Kind::NotFound, format!("{subject} was deleted"));
-    let node = seen.ok_or_else(gone)?;
+    let node = seen.ok_or_else(|| Error::gone(subject))?;
     let status = node.status.clone().unwrap_or_default();
     let ordered = node.spec.adoption.as_ref();
     if ordered.is_none_or(|ordered| ordered.quarantine != wanted.quarantine || ordered.action != wanted.action) {
-        return Err(Error::new(Kind::Aborted, format!("{subject}: another adoption was ordered in place of this one")));
+        let text = format!("{subject}: another adoption was ordered in place of this one");
+        return Err(Error::new(Kind::Aborted, text).next(format!("see which: {}", subject.command("get"))));
     }
     let is_alive = status.has_live_session();
     let done = status.adoption.filter(|done| done.quarantine == wanted.quarantine && done.unknown == wanted.unknown);

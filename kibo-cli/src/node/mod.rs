@@ -19,7 +19,7 @@ use clap::Subcommand;
 use kibo_crds::{Node, NodeId};
 use kube::api::ListParams;
 pub use outcome::Outcome;
-pub use view::{HostUsageView, Measured, memory_tight, shares, yes_no};
+pub use view::{HostUsageView, Measured, is_isolated, memory_tight, shares, yes_no};
 
 use self::{
     adopt::{Adopt, adopt},

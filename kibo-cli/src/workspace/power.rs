@@ -161,7 +161,8 @@ pub async fn submit(
             answer => return answer.on(subject),
         }
     }
-    Err(Error::new(Kind::Aborted, format!("{subject} changes too often to be written")))
+    Err(Error::new(Kind::Aborted, format!("{subject} changes too often to be written, and nothing was done"))
+        .next(format!("give the command again in a moment; see how it stands: {}", subject.command("get"))))
 }
 
 /// Whether this command was given before. The same id with another content is refused.
