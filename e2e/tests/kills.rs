@@ -19,7 +19,7 @@ use kibo_crds::node::Holder;
 use kibo_crds::workspace::WorkspacePhase;
 use kibo_crds::{CommandResult, Volume, Workspace, WorkspaceTombstone};
 use kibo_e2e::local::process::virtual_machines;
-use kibo_e2e::local::{Component, cgroups_of};
+use kibo_e2e::local::{Component, cgroups_of, network_of};
 use kibo_e2e::suite::failpoints::Failpoints;
 use kibo_e2e::suite::{Place, Suite, eventually, execution, is_available, phase_of, why};
 use kibo_failpoint::Action;
@@ -84,6 +84,8 @@ const DAEMON: Steps = Steps {
         "holder-recorded",
         "image-made",
         "taken-told",
+        "rules-made",
+        "tap-made",
         "cgroup-made",
         "vm-started",
         "vm-recorded",
@@ -97,11 +99,29 @@ const DAEMON: Steps = Steps {
         "shutdown-sent",
         "vm-gone",
         "cgroup-removed",
+        "network-detached",
         "object-released",
         "ended-told",
     ],
-    start: &["holder-recorded", "taken-told", "vm-started", "configuring-noted", "configuration-sent"],
-    force: &["sync-asked", "ending-noted", "vm-killed", "vm-gone", "cgroup-removed", "object-released", "ended-told"],
+    start: &[
+        "holder-recorded",
+        "taken-told",
+        "address-noted",
+        "tap-made",
+        "vm-started",
+        "configuring-noted",
+        "configuration-sent",
+    ],
+    force: &[
+        "sync-asked",
+        "ending-noted",
+        "vm-killed",
+        "vm-gone",
+        "cgroup-removed",
+        "network-detached",
+        "object-released",
+        "ended-told",
+    ],
     delete: &["deletion-recorded", "image-removed", "holder-records-removed", "object-removed"],
 };
 
@@ -291,12 +311,20 @@ impl<'a> Lives<'a> {
                 let vms: Vec<String> = virtual_machines(node).into_iter().map(|vm| vm.instance).collect();
                 ensure!(vms.len() == stored.len(), "{node} runs {vms:?} and {stored:?} are stored");
                 ensure!(vms.into_iter().collect::<BTreeSet<_>>() == stored, "{node} runs others than {stored:?}");
+                // Of each its tap and its rules.
+                let cables: Vec<_> = stored.iter().map(|it| network_of(it)).filter(|it| it.len() != 2).collect();
+                ensure!(cables.is_empty(), "{node}: not a tap and rules each: {cables:?}");
                 let cgroups: BTreeSet<String> = cgroups_of(node).iter().filter_map(|path| file_name(path)).collect();
                 ensure!(cgroups == stored, "{node} has cgroups {cgroups:?} for {stored:?}");
                 let instances = self.place.cluster().layout().node(node).join("state/instances");
                 ensure!(names_in(&instances) == stored, "{node} keeps {:?} for {stored:?}", names_in(&instances));
             }
             ensure!(stored.is_empty(), "elsewhere: {stored:?}");
+            let status = listed.iter().filter_map(|it| it.status.as_ref());
+            for ended in status.filter_map(|status| status.last_execution.as_ref()) {
+                let left = network_of(&ended.instance_id.to_string());
+                ensure!(left.is_empty(), "of {}: {left:?}", ended.instance_id);
+            }
             Ok(Some(()))
         })
         .await

@@ -33,6 +33,7 @@ pub async fn release(deps: &Deps, launch: &Launch, directory: &InstanceDir, endi
     if let Some(network) = &deps.network {
         until_succeeded("detach the network", launch, Some(deps), || network.detach(instance)).await;
     }
+    kibo_failpoint::reach("network-detached").await;
     let mut objects = Vec::new();
     for granted in launch.objects() {
         let close = || {

@@ -179,7 +179,9 @@ impl Task {
         let (instance, egress) = (self.launch.instance(), self.launch.egress);
         let address = network.assign(instance, egress).await.map_err(network_failed)?;
         self.remember(|record| record.address = Some(address)).await?;
+        kibo_failpoint::reach("address-noted").await;
         let fd = network.attach(instance).await.map_err(network_failed)?;
+        kibo_failpoint::reach("tap-made").await;
         Ok(Some(Tap { fd, mac: Mac::of(instance).to_string() }))
     }
 

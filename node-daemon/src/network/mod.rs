@@ -198,9 +198,13 @@ impl Network {
     /// closed.
     pub async fn attach(&self, instance: InstanceId) -> Result<OwnedFd, NetworkError> {
         let inner = &self.0;
-        let mut state = inner.state.lock().await;
-        let guest = state.guests.get(&instance).copied().ok_or(NetworkError::Unknown(instance))?;
-        let host = inner.replace(&mut state).await?;
+        let (guest, host) = {
+            let mut state = inner.state.lock().await;
+            let guest = state.guests.get(&instance).copied().ok_or(NetworkError::Unknown(instance))?;
+            (guest, inner.replace(&mut state).await?)
+        };
+        // From here on every replacement has this guest's rules too.
+        kibo_failpoint::reach("rules-made").await;
         let name = TapName::of(&inner.daemon, instance);
         let mtu = inner.mtu(&host);
         let shape = Shape { name: &name, guest: guest.address, gateway: inner.config.range.gateway(), mtu };
