@@ -12,7 +12,7 @@ use kibo_crds::Workspace;
 use kibo_crds::workspace::WorkspacePhase;
 use kibo_e2e::local::Component;
 use kibo_e2e::local::process::virtual_machines;
-use kibo_e2e::suite::{Place, START, Suite, eventually, execution};
+use kibo_e2e::suite::{Place, START, STOP, Suite, eventually, execution};
 use kube::api::{DeleteParams, Patch, PatchParams};
 use serde_json::{Value, json};
 use tokio::process::{Child, Command};
@@ -24,6 +24,7 @@ fn main() -> ExitCode {
         .test("a_second_daemon_of_a_node_is_refused_and_boots_nothing", second_daemon)
         .test("a_guest_that_floods_its_host_is_contained", flood)
         .test("a_lost_state_directory_makes_no_second_writer", lost_state)
+        .test("a_damaged_event_journal_stops_no_daemon", damaged_journal)
         .alone("a_namespace_goes_with_ten_workspaces_in_it", namespace)
         .run()
 }
@@ -223,6 +224,35 @@ async fn flood(place: Arc<Place>) -> Result<()> {
         place.cluster().process(&Component::Node(node)).is_some_and(|it| it.pid == daemon),
         "the daemon was restarted"
     );
+    Ok(())
+}
+
+/// The disk has changed what the node had noted of its Instances: it comes back, and they end as they are asked to.
+async fn damaged_journal(place: Arc<Place>) -> Result<()> {
+    let node = place.node("2", "1Gi").await?;
+    let component = Component::Node(node.clone());
+    let mut journals = Vec::new();
+    for name in ["first", "last"] {
+        place.create_workspace(name, json!({})).await?;
+        let (_, instance) = execution(&place.available(name).await?)?;
+        journals.push(place.cluster().layout().node(&node).join(format!("state/spool/{instance}.events")));
+    }
+    place.cluster().kill(&component).await?;
+    for (journal, in_the_middle) in journals.iter().zip([true, false]) {
+        let mut bytes = fs::read(journal)?;
+        let at = if in_the_middle { 10 } else { bytes.len() - 1 };
+        bytes[at] ^= 0x40;
+        fs::write(journal, bytes)?;
+    }
+    place.cluster().start(&component).await?;
+    for (name, journal) in ["first", "last"].iter().zip(&journals) {
+        ensure!(journal.with_extension("events.damaged").exists(), "{name}: nothing was put aside");
+        ensure!(place.sh(name, "echo here").await? == "here", "{name}: it runs on");
+        place.power(name, json!({ "state": "Stopped" })).await?;
+        place.phase(name, WorkspacePhase::Stopped, STOP).await?;
+        let is_gone = async || Ok((!journal.exists()).then_some(()));
+        eventually(&format!("the end of {name} was told"), SOON, is_gone).await?;
+    }
     Ok(())
 }
 

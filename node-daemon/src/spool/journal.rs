@@ -10,7 +10,10 @@ use std::{
 
 use kibo_protocol::v1::{InstanceEvent, instance_event::Kind};
 use prost::Message as _;
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::{
+    fs::{FallocateFlags, fallocate},
+    io::Errno,
+};
 
 use super::{MAX_REPEATED, SpoolError, is_essential};
 use crate::durable;
@@ -33,6 +36,9 @@ const ACKED: u8 = 2;
 const WORKSPACE: u8 = 3;
 /// Numbers up to this one were used, by events that were dropped.
 const USED: u8 = 4;
+
+/// Further than any Instance comes: numbers that a damaged journal had given away are not given again.
+const BEYOND_DAMAGE: u64 = 1 << 32;
 
 pub struct Journal {
     path: PathBuf,
@@ -68,11 +74,29 @@ fn first_record(bytes: &[u8]) -> Option<(u8, &[u8], usize)> {
     (crc32fast::hash(body) == number(4)?).then(|| (body[0], &body[1..], HEADER + length))
 }
 
+/// Where the next whole record begins in what begins with none.
+fn next_record(bytes: &[u8]) -> Option<usize> {
+    (1..bytes.len()).find(|at| first_record(&bytes[*at..]).is_some())
+}
+
+/// Whether this is as long as it says, so that it was not cut off in the middle of a write.
+fn is_complete(bytes: &[u8]) -> bool {
+    let length = bytes.first_chunk().map(|length| u32::from_le_bytes(*length) as usize);
+    length.is_some_and(|length| (1..=MAX_RECORD).contains(&length) && HEADER + length <= bytes.len())
+}
+
 /// Holds room for the events that every Instance has, so that its end can also be told when the disk is full.
 fn reserve(file: &File) {
     if let Err(error) = fallocate(file, FallocateFlags::KEEP_SIZE, 0, RESERVED) {
         tracing::debug!(%error, "no room is held for an event journal");
     }
+}
+
+/// Where a damaged journal is kept for who wants to know what happened.
+fn aside(path: &Path) -> PathBuf {
+    let mut aside = path.as_os_str().to_owned();
+    aside.push(".damaged");
+    aside.into()
 }
 
 impl Journal {
@@ -81,45 +105,57 @@ impl Journal {
         move |source| SpoolError::Io { action, path, source }
     }
 
+    fn empty(path: &Path, file: File) -> Self {
+        Self {
+            path: path.to_owned(),
+            file,
+            unsettled: None,
+            len: 0,
+            workspace_uid: String::new(),
+            last_seq: 0,
+            ended: false,
+            pending: VecDeque::new(),
+        }
+    }
+
     /// A new journal; the caller makes its directory entry durable.
     pub fn create(path: &Path) -> Result<Self, SpoolError> {
         let file = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path);
         let file = file.map_err(|source| SpoolError::Io { action: "make", path: path.to_owned(), source })?;
         reserve(&file);
-        Ok(Self {
-            path: path.to_owned(),
-            file,
-            unsettled: None,
-            len: 0,
-            workspace_uid: String::new(),
-            last_seq: 0,
-            ended: false,
-            pending: VecDeque::new(),
-        })
+        Ok(Self::empty(path, file))
     }
 
-    /// Reads a journal and cuts off what a crash left of an unfinished write.
+    /// Reads a journal and cuts off what a crash left of an unfinished write. Of a damaged one a copy is put aside, and
+    /// what is whole in it stands: a node must not be lost for what one Instance had to say.
     pub fn load(path: &Path) -> Result<Self, SpoolError> {
         let failed = |action| move |source| SpoolError::Io { action, path: path.to_owned(), source };
-        let bytes = fs::read(path).map_err(failed("read"))?;
-        let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed("open"))?;
-        let mut journal = Self {
-            path: path.to_owned(),
-            file,
-            unsettled: None,
-            len: 0,
-            workspace_uid: String::new(),
-            last_seq: 0,
-            ended: false,
-            pending: VecDeque::new(),
+        let bytes = match fs::read(path) {
+            Err(error) if Errno::from_io_error(&error) == Some(Errno::IO) => return Self::unreadable(path),
+            bytes => bytes.map_err(failed("read"))?,
         };
-        let mut rest = bytes.as_slice();
-        while let Some((kind, content, length)) = first_record(rest) {
-            journal.replay(kind, content)?;
-            journal.len += length as u64;
-            rest = &rest[length..];
+        let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed("open"))?;
+        let mut journal = Self::empty(path, file);
+        let (mut rest, mut damage) = (bytes.as_slice(), None);
+        loop {
+            if let Some((kind, content, length)) = first_record(rest) {
+                damage = journal.replay(kind, content).err().or(damage);
+                journal.len += length as u64;
+                rest = &rest[length..];
+            } else if let Some(next) = next_record(rest) {
+                damage = Some("a record in the middle is not what was written");
+                rest = &rest[next..];
+            } else {
+                break;
+            }
         }
-        if !rest.is_empty() {
+        if is_complete(rest) {
+            damage = Some("the last record is not what was written");
+        }
+        if let Some(problem) = damage {
+            durable::replace(&aside(path), &bytes).map_err(failed("put aside a copy of"))?;
+            journal.begin_anew(problem)?;
+        } else if !rest.is_empty() {
             tracing::warn!(path = %path.display(), bytes = rest.len(), "cut off an unfinished event record");
             journal.file.set_len(journal.len).map_err(failed("cut"))?;
             journal.file.sync_all().map_err(failed("sync"))?;
@@ -127,18 +163,45 @@ impl Journal {
         Ok(journal)
     }
 
-    fn replay(&mut self, kind: u8, content: &[u8]) -> Result<(), SpoolError> {
-        let damaged = |problem| SpoolError::Damaged { path: self.path.clone(), problem };
+    /// A journal in the place of one that the disk does not give back.
+    fn unreadable(path: &Path) -> Result<Self, SpoolError> {
+        let failed = |action| move |source| SpoolError::Io { action, path: path.to_owned(), source };
+        fs::rename(path, aside(path)).map_err(failed("put aside"))?;
+        let mut journal = Self::create(path)?;
+        journal.begin_anew("the disk does not give it back")?;
+        Ok(journal)
+    }
+
+    /// Goes on with what is known, beyond all numbers that were given away.
+    fn begin_anew(&mut self, problem: &str) -> Result<(), SpoolError> {
+        self.last_seq += BEYOND_DAMAGE;
+        self.compact()?;
+        if let Some(unsettled) = self.unsettled.take() {
+            unsettled.settle().map_err(self.error("sync"))?;
+        }
+        tracing::error!(
+            path = %self.path.display(), problem, aside = %aside(&self.path).display(), kept = self.pending.len(),
+            "an event journal is damaged: what was not acknowledged and is not whole in it is never told; look at the disk"
+        );
+        Ok(())
+    }
+
+    /// Takes in one record; says what is wrong with it.
+    fn replay(&mut self, kind: u8, content: &[u8]) -> Result<(), &'static str> {
         match kind {
             EVENT => {
-                let event = InstanceEvent::decode(content).map_err(|_| damaged("an event cannot be decoded"))?;
-                if event.seq != self.last_seq + 1 {
-                    return Err(damaged("an event is missing"));
+                let event = InstanceEvent::decode(content).map_err(|_| "an event cannot be decoded")?;
+                if event.seq <= self.last_seq {
+                    return Err("an event stands behind a later one");
                 }
+                let is_next = event.seq == self.last_seq + 1;
                 self.note(event);
+                if !is_next {
+                    return Err("an event is missing");
+                }
             }
             ACKED | USED => {
-                let seq = content.try_into().map(u64::from_le_bytes).map_err(|_| damaged("a number is missing"))?;
+                let seq = content.try_into().map(u64::from_le_bytes).map_err(|_| "a number is missing")?;
                 self.last_seq = self.last_seq.max(seq);
                 if kind == ACKED {
                     self.pending.retain(|event| event.seq > seq);
@@ -231,6 +294,9 @@ impl Journal {
             }
             bytes.extend(frame(EVENT, &event.encode_to_vec()));
             used = event.seq;
+        }
+        if self.last_seq > used {
+            bytes.extend(frame(USED, &self.last_seq.to_le_bytes()));
         }
         // Nothing is opened again, which could fail and leave the journal writing into the file that is gone.
         let (file, unsettled) = durable::swap(&self.path, &bytes).map_err(self.error("compact"))?;

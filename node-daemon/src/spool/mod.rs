@@ -11,6 +11,9 @@
 //! Ended come at most once each and are never dropped. Texts are cut at [`MAX_TEXT`] bytes, and a journal
 //! is written anew when it is several times as long as what is left in it. New Instances come only over a
 //! session, so without one the number of journals does not grow either.
+//!
+//! A journal that the disk has changed stops nobody: it is put aside, what is whole in it stands, and numbers go on far
+//! beyond all that it had given away, since the operator takes no number twice.
 
 mod journal;
 #[cfg(test)]
@@ -42,8 +45,6 @@ const SUFFIX: &str = ".events";
 pub enum SpoolError {
     #[error("failed to {action} the event journal {path}: {source}")]
     Io { action: &'static str, path: PathBuf, source: io::Error },
-    #[error("the event journal {path} is damaged: {problem}; move it away to go on without its events")]
-    Damaged { path: PathBuf, problem: &'static str },
     #[error("{instance} has ended already: no event comes after that")]
     Ended { instance: InstanceId },
 }

@@ -7,6 +7,9 @@ use super::*;
 
 const WORKSPACE: &str = "6f9619ff-8b86-d011-b42d-00c04fc964ff";
 
+/// Length and checksum.
+const HEADER_OF_A_RECORD: usize = 8;
+
 fn taken() -> Kind {
     Kind::ObjectsTaken(v1::ObjectsTaken::default())
 }
@@ -228,6 +231,61 @@ fn acks_wake_whoever_waits() {
     assert!(changes.has_changed().unwrap());
 }
 
+/// The journal with one byte changed, and what is read of it then.
+fn damaged_at(dir: &Path, instance: InstanceId, at: usize) -> EventSpool {
+    let path = dir.join(format!("{instance}{SUFFIX}"));
+    let mut bytes = fs::read(&path).unwrap();
+    bytes[at] ^= 0x40;
+    fs::write(&path, &bytes).unwrap();
+    let spool = EventSpool::open(dir).unwrap();
+    assert_eq!(fs::read(path.with_extension("events.damaged")).unwrap(), bytes, "it is put aside as it was");
+    spool
+}
+
+#[test]
+fn a_damaged_journal_stops_nobody_and_gives_no_number_twice() {
+    let dir = tempfile::tempdir().unwrap();
+    let instance = InstanceId::generate();
+    let spool = EventSpool::open(dir.path()).unwrap();
+    let path = dir.path().join(format!("{instance}{SUFFIX}"));
+    let mut begins = Vec::new();
+    for kind in [taken(), exited(), exited(), exited()] {
+        begins.push(usize::try_from(fs::metadata(&path).map_or(0, |it| it.len())).unwrap());
+        spool.append(instance, WORKSPACE, kind).unwrap();
+    }
+    spool.ack(instance, 1);
+    drop(spool);
+    // In the middle: the others are told.
+    let spool = damaged_at(dir.path(), instance, begins[1] + HEADER_OF_A_RECORD);
+    assert_eq!(seqs(&spool), [3, 4]);
+    let next = spool.append(instance, WORKSPACE, exited()).unwrap();
+    assert!(next > 1 << 32);
+    drop(spool);
+    let spool = EventSpool::open(dir.path()).unwrap();
+    assert_eq!((seqs(&spool), spool.last_seq(instance)), (vec![3, 4, next], next), "and a restart comes to the same");
+    spool.ack(instance, next);
+    drop(spool);
+    // The last record may have been told as well, whatever it was.
+    let last = usize::try_from(fs::metadata(&path).unwrap().len()).unwrap() - 1;
+    let spool = damaged_at(dir.path(), instance, last);
+    let ended = spool.append(instance, WORKSPACE, ended()).unwrap();
+    assert!(ended > next);
+    spool.ack(instance, ended);
+    assert!(!path.exists(), "its end takes it away");
+}
+
+#[test]
+fn of_a_journal_that_is_nothing_but_rubbish_the_end_can_still_be_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let instance = InstanceId::generate();
+    EventSpool::open(dir.path()).unwrap().append(instance, WORKSPACE, taken()).unwrap();
+    let spool = damaged_at(dir.path(), instance, HEADER_OF_A_RECORD);
+    assert!(seqs(&spool).is_empty() && spool.ended().is_empty());
+    let seq = spool.append(instance, WORKSPACE, ended()).unwrap();
+    assert_eq!((spool.unacked().len(), spool.ended()), (1, vec![(instance, WORKSPACE.to_owned())]));
+    assert!(seq > 1 << 32);
+}
+
 proptest! {
     /// Killed at any byte of a write: every event that was reported as written is there, in order.
     #[test]
@@ -263,8 +321,10 @@ proptest! {
         fs::write(&path, bytes).unwrap();
         let spool = EventSpool::open(dir.path()).unwrap();
         prop_assert_eq!(seqs(&spool), [1]);
-        spool.append(instance, WORKSPACE, exited()).unwrap();
+        // Rubbish that looks like a record may have been one: its number is not given again.
+        let next = spool.append(instance, WORKSPACE, exited()).unwrap();
+        prop_assert!(next > 1);
         drop(spool);
-        prop_assert_eq!(seqs(&EventSpool::open(dir.path()).unwrap()), [1, 2]);
+        prop_assert_eq!(seqs(&EventSpool::open(dir.path()).unwrap()), [1, next]);
     }
 }
