@@ -2,10 +2,12 @@
 
 use std::{collections::BTreeMap, path::PathBuf};
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use kibo_crds::{
     CommandId, CpuQuantity, MemoryQuantity, NodeId, PoolId, SizeQuantity, Template, Volume, Workspace, WorkspaceId,
-    workspace::{NewVolume, PowerRequest, PowerState, Resources, VolumeBinding, WorkspaceSpec, WritableLayer},
+    workspace::{
+        NewVolume, PowerRequest, PowerState, Resources, VolumeBinding, WorkspaceNetwork, WorkspaceSpec, WritableLayer,
+    },
 };
 use kube::{Api, ResourceExt as _, api::PostParams};
 
@@ -34,7 +36,7 @@ pub struct Create {
     template: Option<String>,
     /// Read the Workspace from a manifest instead (- for standard input)
     #[arg(short, long, value_name = "FILE", conflicts_with_all = ["name", "template", "cpu", "memory",
-        "layer_size", "layer_pool", "volume", "new_volume", "node_selector", "labels", "annotations"])]
+        "layer_size", "layer_pool", "volume", "new_volume", "egress", "node_selector", "labels", "annotations"])]
     file: Option<PathBuf>,
     /// CPU in cores or millicores; default: that of the Template
     #[arg(long)]
@@ -60,6 +62,9 @@ pub struct Create {
     /// Deleting the Workspace deletes the Volume too
     #[arg(long)]
     delete_volume_with_workspace: bool,
+    /// What the guest reaches beyond its host; default: allow
+    #[arg(long, value_enum, value_name = "WHAT")]
+    egress: Option<Egress>,
     /// Start it on this node or not at all; only this start is bound to it
     #[arg(long)]
     node: Option<NodeId>,
@@ -81,6 +86,24 @@ pub struct Create {
     wait: WaitArgs,
     #[command(flatten)]
     output: OutputArgs,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Egress {
+    /// Everything that its host reaches
+    Allow,
+    /// Nothing: no default route, no DNS
+    Deny,
+}
+
+impl From<Egress> for WorkspaceNetwork {
+    fn from(choice: Egress) -> Self {
+        let egress = match choice {
+            Egress::Allow => kibo_crds::workspace::Egress::Allow,
+            Egress::Deny => kibo_crds::workspace::Egress::Deny,
+        };
+        Self { egress: Some(egress) }
+    }
 }
 
 /// What is mounted, and where.
@@ -233,7 +256,7 @@ fn built(args: Create) -> Result<Workspace> {
         volume,
         power: None,
         node_selector: args.node_selector.into_iter().collect(),
-        network: None,
+        network: args.egress.map(Into::into),
         r#move: None,
         annotations: args.annotations.into_iter().collect(),
     };
@@ -310,6 +333,8 @@ mod tests {
             "--new-volume",
             "1Gi:/data",
             "--delete-volume-with-workspace",
+            "--egress",
+            "deny",
             "--node",
             "node-1",
             "--label",
@@ -330,6 +355,7 @@ mod tests {
                 "volume": { "new": { "size": "1Gi" }, "mountPath": "/data", "deleteWithWorkspace": true },
                 "power": { "state": "Running", "requestId": "c1", "node": "node-1", "whenUnplaceable": "Fail" },
                 "nodeSelector": { "zone": "a" },
+                "network": { "egress": "Deny" },
                 "annotations": { "n": "x" },
             })
         );
@@ -369,7 +395,9 @@ mod tests {
             &["dev", "-t", "t", "--volume", "a:/a", "--new-volume", "1Gi:/b"],
             &["dev", "-t", "t", "--cpu", "many"],
             &["dev", "-t", "t", "--label", "x"],
+            &["dev", "-t", "t", "--egress", "some"],
             &["-f", "w.yaml", "-t", "t"],
+            &["-f", "w.yaml", "--egress", "deny"],
         ] {
             assert!(parse(bad).is_err(), "{bad:?}");
         }

@@ -6,7 +6,7 @@ use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kibo_crds::{
     Template, Volume, Workspace,
-    workspace::{WorkspacePhase, WorkspaceStatus},
+    workspace::{Egress, WorkspacePhase, WorkspaceStatus},
 };
 use kube::ResourceExt as _;
 use serde::Serialize;
@@ -166,6 +166,8 @@ impl Present for One {
         page.state("State", state(&status, self.now));
         page.fact_if("Waits for", waits(&status));
         page.fact("Node", or_absent(status.execution.as_ref().map(|execution| &execution.node)));
+        let is_cut_off = self.workspace.spec.network.as_ref().and_then(|network| network.egress) == Some(Egress::Deny);
+        page.fact_if("Egress", is_cut_off.then(|| "denied: it reaches nothing beyond its host".to_owned()));
         page.fact_if("Address", status.execution.as_ref().and_then(|execution| execution.address.clone()));
         if wide {
             page.fact("Instance", or_absent(status.execution.as_ref().map(|execution| execution.instance_id)));
