@@ -146,6 +146,16 @@ async fn pages(place: Arc<Place>) -> Result<()> {
     Ok(())
 }
 
+/// Types at a zsh with a terminal of its own until Tab has completed the line.
+const ZSH: &str = r#"
+zmodload zsh/zpty
+zpty shell zsh -f -i
+zpty -w shell "autoload -Uz compinit; compinit -D -u; source <(kibo completions zsh); echo rea''dy"
+zpty -r -m shell text '*ready*'
+zpty -w -n shell $'kibo workspace get d\t'
+zpty -r -m shell text '*get dev*'
+print -r -- "$text""#;
+
 async fn completions(place: Arc<Place>) -> Result<()> {
     let template = template(&place).await?;
     let namespace = place.namespace().to_owned();
@@ -191,6 +201,13 @@ async fn completions(place: Arc<Place>) -> Result<()> {
     // A cluster that does not answer costs two seconds at most, and says nothing.
     let silent = place.bash("kibo completions bash >/dev/null; KIBO_COMPLETE=bash _CLAP_COMPLETE_INDEX=3 kibo -- kibo --kubeconfig /none workspace get ''").await?;
     ensure!(silent.stderr.is_empty(), "{silent:?}");
+
+    // The other shells, in their own words.
+    let fish = "fish --no-config -c 'kibo completions fish | source; complete -C \"kibo workspace get d\"'";
+    let offered = place.bash(fish).await?.ok()?;
+    ensure!(offered.split_whitespace().next() == Some("dev") && offered.lines().count() == 1, "fish: {offered}");
+    let zsh = place.bash(&format!("zsh -f <<'EOF'\n{ZSH}\nEOF")).await?.ok()?;
+    ensure!(zsh.contains("kibo workspace get dev"), "zsh: {zsh}");
 
     let asked = place.bash("kubectl __complete kibo workspace get ''").await?.ok()?;
     ensure!(asked.contains("dev\t") && asked.contains("web\t") && asked.ends_with(":4\n"), "{asked}");
