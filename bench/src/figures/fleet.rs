@@ -7,6 +7,7 @@ use kibo_e2e::{fleet::Fleet, local::Component, suite::replica::Replica};
 use kube::{Client, Config};
 use procfs::process::Process;
 
+use super::as_float;
 use crate::{
     audit,
     report::{Aim, Section, mib, percent, seconds},
@@ -75,11 +76,6 @@ pub async fn measure(site: &Site) -> Result<Vec<Section>> {
         section.row(&format!("operator: {kind}, in three minutes"), [count.to_string()]);
     }
     Ok(vec![section])
-}
-
-#[allow(clippy::cast_precision_loss, reason = "a count, rounded for people")]
-fn as_float(count: impl TryInto<u64>) -> f64 {
-    count.try_into().unwrap_or_default() as f64
 }
 
 fn cpu_seconds(pid: i32) -> Result<f64> {

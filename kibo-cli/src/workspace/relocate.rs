@@ -125,9 +125,14 @@ pub async fn relocate(cluster: &Cluster, args: Move) -> Result<()> {
         }
         Ok(workspace)
     };
-    let again = format!("{} --node {}", subject.command("start"), args.node);
-    let workspace =
-        started.await.map_err(|error: Error| error.next(format!("it does not run now; start it: {again}")))?;
+    let workspace = started.await.map_err(|error: Error| {
+        let again = format!("{} --node {}", subject.command("start"), args.node);
+        match error.kind {
+            // The start stays requested, or somebody asked for something else: nothing is to be started again.
+            Kind::Timeout | Kind::Interrupted | Kind::Aborted => error,
+            _ => error.next(format!("it does not run now; start it: {again}")),
+        }
+    })?;
     finish(cluster, &subject, workspace, true, args.output.form()).await
 }
 

@@ -28,7 +28,9 @@ impl Thresholds {
         let Some(memory) = memory else { return was };
         let available = u128::from(memory.available.0) * 100;
         let share = |percent: u8| u128::from(memory.total.0) * u128::from(percent);
-        if was { available <= share(self.leave_above) } else { available < share(self.enter_below) }
+        // 0 is never: also for a host that was short of it by other thresholds.
+        let stays = self.enter_below > 0 && available <= share(self.leave_above);
+        if was { stays } else { available < share(self.enter_below) }
     }
 }
 
@@ -63,7 +65,8 @@ mod tests {
 
     #[test]
     fn thresholds_are_shares_in_their_order() {
-        assert!(Thresholds::new(0, 1).is_some_and(|never| !never.is_tight(false, permille(0))));
+        let never = Thresholds::new(0, 100).unwrap();
+        assert!(!never.is_tight(false, permille(0)) && !never.is_tight(true, permille(0)));
         for (enter, leave) in [(10, 10), (15, 10), (10, 101), (300, 301)] {
             assert_eq!(Thresholds::new(enter, leave), None, "{enter} {leave}");
         }

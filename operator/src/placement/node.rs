@@ -1,6 +1,6 @@
 //! A node as placement sees it, and whether it can take one request.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use kibo_crds::{Bytes, MilliCpu, NodeId, PoolId};
 
@@ -75,7 +75,7 @@ impl CandidateNode {
     }
 
     /// The pool for each disk, or the first thing that keeps this node out.
-    pub(super) fn admits(&self, demand: &Demand) -> Result<Vec<PoolId>, Exclusion> {
+    pub(super) fn admits(&self, demand: &Demand, promised: &Promised) -> Result<Vec<PoolId>, Exclusion> {
         if let Some(words) = demand.refusals.get(&self.id) {
             return Err(Exclusion::Refused(words.clone()));
         }
@@ -85,7 +85,7 @@ impl CandidateNode {
         if demand.node_selector.iter().any(|(key, value)| self.labels.get(key) != Some(value)) {
             return Err(Exclusion::Selector);
         }
-        let pools = self.pools_for(&demand.disks)?;
+        let pools = self.pools_for(&demand.disks, promised)?;
         self.has_room(demand)?;
         Ok(pools)
     }
@@ -112,7 +112,7 @@ impl CandidateNode {
         Ok(())
     }
 
-    fn pools_for(&self, disks: &[Disk]) -> Result<Vec<PoolId>, Exclusion> {
+    fn pools_for(&self, disks: &[Disk], promised: &Promised) -> Result<Vec<PoolId>, Exclusion> {
         let (mut claimed, mut allocated) = (BTreeMap::<&PoolId, Bytes>::new(), BTreeMap::<&PoolId, Bytes>::new());
         let mut pools = Vec::with_capacity(disks.len());
         for disk in disks {
@@ -128,19 +128,24 @@ impl CandidateNode {
                 PoolAccess::BeingRegistered => return Err(Exclusion::PoolBeingRegistered(pool.id.clone())),
                 PoolAccess::OutOfReach => return Err(Exclusion::PoolUnavailable(pool.id.clone())),
             }
+            let promised = promised.of(&pool.id);
+            let (free, unallocated) = (
+                pool.free.map(|free| free.saturating_sub(promised.occupied)),
+                pool.unallocated.map(|left| left.saturating_sub(promised.allocated)),
+            );
             let full = |free| Exclusion::PoolFull { pool: pool.id.clone(), free };
             let claim = claimed.entry(&pool.id).or_default();
-            *claim = claim.checked_add(size).ok_or_else(|| full(pool.free.unwrap_or_default()))?;
+            *claim = claim.checked_add(size).ok_or_else(|| full(free.unwrap_or_default()))?;
             // An image that exists in full needs nothing, also in a pool that is over-promised.
-            if let Some(free) = pool.free
+            if let Some(free) = free
                 && size > Bytes(0)
                 && *claim > free
             {
                 return Err(full(free));
             }
             let new = allocated.entry(&pool.id).or_default();
-            *new = new.checked_add(disk.to_reserve()).ok_or_else(|| full(pool.free.unwrap_or_default()))?;
-            if let Some(unallocated) = pool.unallocated
+            *new = new.checked_add(disk.to_reserve()).ok_or_else(|| full(free.unwrap_or_default()))?;
+            if let Some(unallocated) = unallocated
                 && disk.to_reserve() > Bytes(0)
                 && *new > unallocated
             {
@@ -155,12 +160,38 @@ impl CandidateNode {
         self.pools.iter().find(|pool| pool.id == *id).ok_or_else(|| Exclusion::NotAttached(id.clone()))
     }
 
-    /// Charges an admitted request. Space in a pool is charged by the board, for all of its members.
+    /// Charges an admitted request; space in its pools is [`Promised`] to all of their members.
     pub(super) fn charge(&mut self, demand: &Demand, last_assigned: u64) {
         self.used.cpu.0 = self.used.cpu.0.saturating_add(demand.cpu.0);
         self.used.memory.0 = self.used.memory.0.saturating_add(demand.memory.0);
         self.used.instances = self.used.instances.saturating_add(1);
         self.last_assigned = last_assigned;
+    }
+}
+
+/// What was promised in each pool within a tick: all of its members see one file system.
+#[derive(Debug, Default)]
+pub(super) struct Promised(HashMap<PoolId, Promise>);
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Promise {
+    occupied: Bytes,
+    allocated: Bytes,
+}
+
+impl Promised {
+    fn of(&self, pool: &PoolId) -> Promise {
+        self.0.get(pool).copied().unwrap_or_default()
+    }
+
+    pub(super) fn add(&mut self, pool: &PoolId, disk: &Disk) {
+        let (occupies, allocates) = (disk.to_allocate(), disk.to_reserve());
+        if occupies == Bytes(0) && allocates == Bytes(0) {
+            return;
+        }
+        let promise = self.0.entry(pool.clone()).or_default();
+        promise.occupied.0 = promise.occupied.0.saturating_add(occupies.0);
+        promise.allocated.0 = promise.allocated.0.saturating_add(allocates.0);
     }
 }
 

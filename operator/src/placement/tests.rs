@@ -286,7 +286,7 @@ proptest! {
 
     #[test]
     fn who_fits_somewhere_alone_is_placed(nodes in any_nodes(), demand in any_demand()) {
-        let fits = nodes.iter().any(|node| node.admits(&demand).is_ok() && demand.pin.as_ref().is_none_or(|pin| *pin == node.id));
+        let fits = nodes.iter().any(|node| node.admits(&demand, &super::node::Promised::default()).is_ok() && demand.pin.as_ref().is_none_or(|pin| *pin == node.id));
         prop_assert_eq!(decide(nodes, std::slice::from_ref(&demand), Strategy::Spread)[0].is_ok(), fits);
     }
 }
