@@ -222,7 +222,7 @@ pub fn from_status(status: &Status, subject: &Subject) -> Error {
             Error::new(Kind::Unavailable, format!("{subject}: {said}"))
                 .next("give the command again in a moment; if that goes on, look at the API server: kubectl get --raw '/readyz?verbose'")
         }
-        (_, 500..) => Error::new(Kind::Unavailable, format!("{subject}: the API server failed: {}", status.message))
+        (_, 500..) => Error::new(Kind::Other, format!("{subject}: the API server failed: {}", status.message))
             .next("give the command again; if that goes on, the API server's log says why"),
         _ => Error::new(Kind::Other, format!("{subject}: {}", status.message)),
     }
