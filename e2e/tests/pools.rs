@@ -77,14 +77,10 @@ async fn full(place: Arc<Place>) -> Result<()> {
     eventually("the deleted bytes are given back", Duration::from_secs(SOON), given_back).await?;
 
     disk.fill(8 * MIB)?;
-    let writer = {
-        let place = place.clone();
-        tokio::spawn(async move {
-            // As a program that does not know what it stands on: the first error would end it.
-            let write = "dd if=/dev/urandom of=/root/big bs=1M count=64 conv=fsync && stat -c %s /root/big";
-            place.sh("w", write).await
-        })
-    };
+    // The first error would end it; and it outlives the command that began it.
+    let write = "setsid sh -c 'dd if=/dev/urandom of=/root/big bs=1M count=64 conv=fsync; echo $? > /run/status' \
+                 > /dev/null 2>&1 & sleep 0";
+    place.sh("w", write).await?;
     let paused = |it: &Workspace| condition(it, "Paused").is_some_and(|it| it.reason == "DiskFull");
     let workspace = place.workspace("w", "is paused", SOON, paused).await?;
     ensure!(phase_of(&workspace) == Some(WorkspacePhase::Available), "{}", why(&workspace));
@@ -100,13 +96,13 @@ async fn full(place: Arc<Place>) -> Result<()> {
     disk.empty()?;
     place.workspace("w", "goes on", SOON, |it| condition(it, "Paused").is_none()).await?;
     pool(&place, &id, "has space", |status| is(status, "DiskFull", "False", "Space")).await?;
-    // The exec may have been cut off with the daemon; the file tells.
-    let _ = writer.await?;
-    let whole = async || {
-        let size = place.sh("w", "sync; stat -c %s /root/big").await?;
-        Ok((size == (64 * MIB).to_string()).then_some(()))
+    let ended = async || {
+        let status = place.sh("w", "cat /run/status 2> /dev/null || true").await?;
+        Ok((!status.is_empty()).then_some(status))
     };
-    eventually("everything was written", Duration::from_secs(SOON), whole).await?;
+    let status = eventually("the writer ends", Duration::from_secs(SOON), ended).await?;
+    let size = place.sh("w", "stat -c %s /root/big").await?;
+    ensure!(status == "0" && size == (64 * MIB).to_string(), "it ended with {status}, and {size} bytes are there");
     let errors = place.sh("w", "dmesg | grep -ci 'i/o error\\|remounting\\|ext4-fs error' || true").await?;
     ensure!(errors == "0", "the guest saw errors: {errors}");
     Ok(())
@@ -181,7 +177,13 @@ async fn died_and_gone(place: Arc<Place>) -> Result<()> {
     place.gone(place.api::<Volume>(), "w", SOON).await?;
     ensure!(written(&dir)? == before, "something was written to the lost pool");
     ensure!(place.sh("elsewhere", "echo here").await? == "here", "nothing else is touched");
-    Ok(())
+
+    // The host that died comes back: first it hears that it was isolated, and ends.
+    let component = Component::Node(dies);
+    place.cluster().spawn(&component).await?;
+    let has_ended = async || Ok(place.cluster().process(&component).is_none().then_some(()));
+    eventually("its daemon ends", Duration::from_secs(SOON), has_ended).await?;
+    place.cluster().start(&component).await.map_err(Into::into)
 }
 
 /// Every file with its size and when it was written.
