@@ -144,7 +144,7 @@ fn prepare(directory: &Path, id: &NodeId, token: &EnrollmentToken, endpoints: &[
         id: id.clone(),
         boot_id: format!("boot-of-{id}"),
         state: NodeState::open(&dir)?,
-        pools: Arc::new(Pools::open(&config.storage_pools, id)?),
+        pools: Arc::new(Pools::open(&config.storage_pools, config.fence, id)?),
         spool: Arc::new(EventSpool::open(&config.spool_dir())?),
         host: Host::start(config.host.proc.clone(), directory.join("cgroups")),
         instances: Nothing,

@@ -121,7 +121,7 @@ async fn boot(vmm: &Vmm, directory: &Path, limit: Duration) -> Result<(), String
     let started = started.map_err(|error: VmmError| error.to_string())?;
     let (sender, mut inputs) = mpsc::unbounded_channel();
     let watched = Watched {
-        process: started.process,
+        process: std::sync::Arc::new(started.process),
         complaints: Some(started.complaints),
         cgroup: vmm.cgroup(&name(vmm)),
         directory: directory.to_owned(),

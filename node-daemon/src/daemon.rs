@@ -78,7 +78,7 @@ async fn serve(config: Arc<Config>) -> anyhow::Result<Outcome> {
     let boot_id = fs::read_to_string(BOOT_ID).with_context(|| format!("failed to read {BOOT_ID}"))?.trim().to_owned();
     tracing::info!(node = %id, version = kibo_protocol::RELEASE, accelerator = %config.vmm.accelerator, "starting");
 
-    let pools = Pools::open_but(&config.storage_pools, &id, &state.get().lost_pools);
+    let pools = Pools::open_but(&config.storage_pools, config.fence, &id, &state.get().lost_pools);
     let pools = Arc::new(pools.context("failed to watch the storage pools")?);
     // After a boot of the host nothing of the life before is left that could write.
     let life = state.get().life.filter(|life| life.boot_id == boot_id);

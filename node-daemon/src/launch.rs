@@ -23,7 +23,7 @@ impl InvalidMessage {
 }
 
 /// Whoever takes an object, in one life of a node.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Taker {
     pub node: NodeId,
     pub incarnation: Incarnation,
@@ -32,7 +32,7 @@ pub struct Taker {
 }
 
 /// What an object is taken for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum By {
     /// It runs, and writes.
@@ -41,7 +41,7 @@ pub enum By {
     Operation(Operation),
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Operation {
     Deletion,
@@ -97,7 +97,7 @@ pub struct GrantedObject {
 }
 
 /// The right to use one object in one epoch, and what became of the grant before it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Grant {
     pub epoch: Epoch,
@@ -106,7 +106,7 @@ pub struct Grant {
     pub predecessor_end: PredecessorEnd,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum PredecessorEnd {
     /// There was none.

@@ -24,7 +24,7 @@ pub fn waits_for(object: &str, node: &NodeId) -> String {
 }
 
 /// The use right as a status stores it.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Right {
     pub epoch: Option<Epoch>,
     pub holder: Option<Holder>,

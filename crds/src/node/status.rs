@@ -369,7 +369,7 @@ pub struct NodeReport {
 }
 
 /// Who may use one object, and since which grant.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Holder {
     pub node: crate::NodeId,
@@ -382,7 +382,7 @@ pub struct Holder {
 }
 
 /// Who held an object before, and how that ended: the next grant names it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct PreviousHolder {
     pub node: crate::NodeId,
@@ -391,7 +391,7 @@ pub struct PreviousHolder {
     pub ended: HolderEnd,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 pub enum HolderEnd {
     /// The node recorded the release in the pool.
     Released,

@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep};
 use super::component::{CONTROL_PLANE, Component};
 use super::control_plane;
 use super::layout::Layout;
-use super::leftovers::remove_cgroups;
+use super::leftovers::{remove_cgroups, thaw};
 use super::pki::{self, Pki, PkiError};
 use super::process::{self, Launch, ProcessError, ProcessId, VirtualMachine};
 use super::programs::Programs;
@@ -433,7 +433,13 @@ impl LocalCluster {
 
     /// Kills the virtual machines of a node whose daemon does not run, as a host that loses power.
     pub async fn end_virtual_machines(&self, node: &str) -> Result<(), ClusterError> {
-        for machine in self.virtual_machines(node) {
+        let machines = self.virtual_machines(node);
+        for machine in &machines {
+            machine.id.signal(Signal::KILL)?;
+        }
+        // With cgroup v1 what is frozen does not die.
+        thaw(node);
+        for machine in machines {
             machine.id.kill().await?;
         }
         remove_cgroups(node).await;

@@ -49,6 +49,19 @@ fn parents_of(node: &str) -> Vec<PathBuf> {
     parents
 }
 
+/// Lets go on what was frozen of a node's Instances.
+pub fn thaw(node: &str) {
+    for cgroup in cgroups_of(node) {
+        // One of the two, in the one hierarchy that has it.
+        for (file, thawed) in [("freezer.state", "THAWED"), ("cgroup.freeze", "0")] {
+            let file = cgroup.join(file);
+            if file.exists() {
+                let _ = fs::write(file, thawed);
+            }
+        }
+    }
+}
+
 /// Removes the empty cgroups of a node, and those above that are empty then.
 pub async fn remove_cgroups(node: &str) {
     // The kernel lets go of a cgroup a moment after its last process was reaped.

@@ -52,6 +52,9 @@ pub struct LocalNode {
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,
     pub pools: Vec<LocalPool>,
+    /// After so many seconds in which a pool cannot be read its guests stand still; absent: the daemon's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub freeze_after_seconds: Option<u32>,
     #[serde(default)]
     pub accelerator: Accelerator,
     /// Root images of its own; absent: those that the guest build made.
@@ -97,6 +100,7 @@ struct Config<'a> {
     node: NodeSection<'a>,
     resources: Resources<'a>,
     storage_pools: &'a [LocalPool],
+    fence: Fence,
     vmm: Vmm,
     images: Images,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -125,6 +129,12 @@ struct Resources<'a> {
     memory: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
     max_instances: Option<u32>,
+}
+
+#[derive(Serialize)]
+struct Fence {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    freeze_after_seconds: Option<u32>,
 }
 
 #[derive(Serialize)]
@@ -191,6 +201,7 @@ impl LocalCluster {
             max_instances: None,
             labels: BTreeMap::new(),
             pools: [own].into_iter().chain(all).collect(),
+            freeze_after_seconds: None,
             accelerator: Accelerator::default(),
             images: None,
             endpoint: None,
@@ -259,6 +270,7 @@ impl LocalCluster {
             node: NodeSection { id: by_token.then_some(&node.id), labels: &node.labels },
             resources: Resources { cpu: &node.cpu, memory: &node.memory, max_instances: node.max_instances },
             storage_pools: &node.pools,
+            fence: Fence { freeze_after_seconds: node.freeze_after_seconds },
             vmm: Vmm {
                 accelerator: node.accelerator,
                 qemu: "/usr/bin/qemu-system-x86_64",

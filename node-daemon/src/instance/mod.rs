@@ -9,6 +9,7 @@
 mod console;
 mod control;
 mod files;
+mod grip;
 mod launching;
 mod machine;
 mod recover;
@@ -38,7 +39,7 @@ use crate::{
     launch::{Launch, instance_id},
     log_store::{LogStore, Wanted},
     network::Network,
-    pool::Pools,
+    pool::{Pools, watch::Registration},
     session::Inventoried,
     spool::EventSpool,
     vmm::Vmm,
@@ -90,6 +91,8 @@ struct Handle {
     guest: Option<Guest>,
     /// Why nobody keeps it: its VM may run, and nothing is done for it before somebody has helped.
     unclear: Option<String>,
+    /// Of one that nobody keeps.
+    watched: Option<Registration>,
 }
 
 impl Handle {
@@ -280,14 +283,17 @@ impl Inner {
         if running.get(&launch.instance()).is_some_and(|handle| handle.unclear.is_none()) {
             return None;
         }
-        running.insert(launch.instance(), Handle { summary, inputs: sender.clone(), guest: None, unclear: None });
+        running.insert(
+            launch.instance(),
+            Handle { summary, inputs: sender.clone(), guest: None, unclear: None, watched: None },
+        );
         drop(running);
         self.changed();
         Some(task::Inputs { sender, receiver })
     }
 
     /// Keeps the place of an Instance that cannot be taken up, so that nobody starts it a second time.
-    fn register_unclear(&self, instance: InstanceId, problem: &str) {
+    fn register_unclear(&self, instance: InstanceId, problem: &str, watch: impl FnOnce() -> Option<Registration>) {
         let summary = Summary {
             id: instance,
             workspace_uid: String::new(),
@@ -297,7 +303,11 @@ impl Inner {
             pools: BTreeSet::new(),
         };
         let (inputs, _) = mpsc::unbounded_channel();
-        self.lock().insert(instance, Handle { summary, inputs, guest: None, unclear: Some(problem.to_owned()) });
+        let mut running = self.lock();
+        // The same as before: what its pools have said of it counts.
+        let watched = running.remove(&instance).and_then(|handle| handle.watched).or_else(|| watch());
+        running.insert(instance, Handle { summary, inputs, guest: None, unclear: Some(problem.to_owned()), watched });
+        drop(running);
         self.changed();
     }
 

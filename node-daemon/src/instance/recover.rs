@@ -1,21 +1,29 @@
 //! What an earlier daemon left, found by listing: directories and processes. Cgroups are not listed: those of another
 //! daemon with the same node id look the same, and every cgroup has a directory or a process.
 
-use std::{collections::BTreeMap, io, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    io,
+    sync::{Arc, Weak},
+    time::Duration,
+};
 
-use kibo_crds::InstanceId;
+use kibo_crds::{InstanceId, PoolId};
 use kibo_protocol::v1::{EndReason, InstanceState};
+use tokio::runtime::Handle;
 
 use super::{
     FilesError, Inner, Record,
-    files::{InstanceDir, host_boot_id},
+    files::host_boot_id,
+    grip,
     machine::Ending,
     task::{self, Found},
 };
 use crate::{
     launch::Launch,
     network::{Assigned, NetworkError},
-    vmm::{ProcessId, SocketDir, VmProcess, is_gone},
+    pool::watch,
+    vmm::{Cgroup, ProcessId, SocketDir, VmProcess, is_gone},
 };
 
 /// A killed process is reaped by its parent, which is not always us.
@@ -78,14 +86,14 @@ pub async fn recover(inner: &Arc<Inner>) -> Result<(), RecoverError> {
         // One that cannot be taken up must not keep the others from it.
         if let Err(unclear) = recover_one(inner, instance, own).await {
             tracing::error!(%instance, %unclear, "an Instance cannot be taken up; it is left as it is");
-            inner.register_unclear(instance, &unclear.to_string());
+            register_unclear(inner, instance, &unclear);
             tokio::spawn(task::or_abort("recovery", try_again(inner.clone(), instance)));
         }
     }
     // Nobody knows what these were for, so nobody can have an interest in them.
     for (name, strays) in processes {
         tracing::warn!(name, "killing a VM of this node that has no directory");
-        if let Err(unclear) = kill_all(strays).await {
+        if let Err(unclear) = kill_all(&inner.deps.vmm.cgroup(&name), strays).await {
             tracing::error!(name, %unclear, "a VM that has no directory is left; what it holds is not given away");
             continue;
         }
@@ -123,6 +131,48 @@ fn processes(inner: &Inner) -> io::Result<Processes> {
     Ok(processes)
 }
 
+/// Keeps its place, and lets its pools have their say: its VM may run.
+fn register_unclear(inner: &Arc<Inner>, instance: InstanceId, unclear: &Unclear) {
+    let cgroup = inner.deps.vmm.cgroup(&instance.to_string());
+    let watch = || {
+        let is_frozen = cgroup.is_frozen();
+        let grip = UnclearGrip { inner: Arc::downgrade(inner), instance, cgroup, runtime: Handle::current() };
+        inner.deps.pools.watch_unclear(instance, Arc::new(grip), is_frozen)
+    };
+    inner.register_unclear(instance, &unclear.to_string(), watch);
+}
+
+/// The hand on a VM whose Instance could not be taken up.
+struct UnclearGrip {
+    inner: Weak<Inner>,
+    instance: InstanceId,
+    cgroup: Cgroup,
+    runtime: Handle,
+}
+
+impl watch::Grip for UnclearGrip {
+    fn freeze(&self, pool: &PoolId, problem: &str) {
+        tracing::error!(instance = %self.instance, %pool, problem, "an Instance that could not be taken up stands still");
+        if let Err(error) = self.cgroup.freeze() {
+            self.kill(pool, &error.to_string(), false);
+        }
+    }
+
+    fn thaw(&self) {
+        grip::thaw(&self.cgroup);
+    }
+
+    fn kill(&self, pool: &PoolId, why: &str, _: bool) {
+        tracing::error!(instance = %self.instance, %pool, why, "an Instance that could not be taken up is destroyed");
+        let (inner, instance) = (self.inner.clone(), self.instance);
+        self.runtime.spawn(async move {
+            if let Some(inner) = inner.upgrade() {
+                destroy_unclear(&inner, instance).await;
+            }
+        });
+    }
+}
+
 /// Until somebody has helped, and the Instance is taken up like any other.
 async fn try_again(inner: Arc<Inner>, instance: InstanceId) {
     loop {
@@ -138,7 +188,7 @@ async fn try_again(inner: Arc<Inner>, instance: InstanceId) {
             }
             Err(unclear) => {
                 tracing::debug!(%instance, %unclear, "an Instance still cannot be taken up");
-                inner.register_unclear(instance, &unclear.to_string());
+                register_unclear(&inner, instance, &unclear);
             }
         }
     }
@@ -148,16 +198,16 @@ async fn recover_one(inner: &Arc<Inner>, instance: InstanceId, own: Vec<ProcessI
     let directory = inner.dirs.of(instance);
     let Some((record, launch)) = directory.load()? else {
         // Killed before the record was written: nothing was done yet.
-        return discard(&directory, own).await;
+        return discard(inner, instance, own).await;
     };
     if inner.deps.spool.has_ended(instance) {
         // Killed between the Ended event and the removal of the directory, the last two steps.
-        return discard(&directory, own).await;
+        return discard(inner, instance, own).await;
     }
     if let (Some(network), Some(address)) = (&inner.deps.network, record.address) {
         network.adopt(instance, Assigned { address, egress: launch.egress }).await?;
     }
-    let process = choose(&record, own).await?;
+    let process = choose(&inner.deps.vmm.cgroup(&instance.to_string()), &record, own).await?;
     let found = found(inner, &record, &launch, process)?;
     let state = match &found {
         Found::Unstarted => InstanceState::Starting,
@@ -175,7 +225,7 @@ pub async fn destroy_unclear(inner: &Inner, instance: InstanceId) {
     let name = instance.to_string();
     let destroyed = async {
         let own = processes(inner).map_err(Unclear::Processes)?.remove(&name);
-        discard(&inner.dirs.of(instance), own.unwrap_or_default()).await
+        discard(inner, instance, own.unwrap_or_default()).await
     };
     if let Err(unclear) = destroyed.await {
         return tracing::error!(%instance, %unclear, "an Instance that could not be taken up cannot be destroyed either");
@@ -191,13 +241,13 @@ pub async fn destroy_unclear(inner: &Inner, instance: InstanceId) {
     inner.forget_unclear(instance);
 }
 
-async fn discard(directory: &InstanceDir, own: Vec<ProcessId>) -> Result<(), Unclear> {
-    kill_all(own).await?;
-    Ok(directory.remove()?)
+async fn discard(inner: &Inner, instance: InstanceId, own: Vec<ProcessId>) -> Result<(), Unclear> {
+    kill_all(&inner.deps.vmm.cgroup(&instance.to_string()), own).await?;
+    Ok(inner.dirs.of(instance).remove()?)
 }
 
 /// The one process that is the Instance's VM. Two would write to the same disks; only the recorded one has a right to.
-async fn choose(record: &Record, mut own: Vec<ProcessId>) -> Result<Option<VmProcess>, Unclear> {
+async fn choose(cgroup: &Cgroup, record: &Record, mut own: Vec<ProcessId>) -> Result<Option<VmProcess>, Unclear> {
     let recorded = record.process.and_then(|recorded| own.iter().position(|process| *process == recorded));
     let chosen = match recorded {
         Some(index) => Some(own.swap_remove(index)),
@@ -205,7 +255,7 @@ async fn choose(record: &Record, mut own: Vec<ProcessId>) -> Result<Option<VmPro
         None if own.len() == 1 => own.pop(),
         None => None,
     };
-    kill_all(own).await?;
+    kill_all(cgroup, own).await?;
     chosen.map_or(Ok(None), open)
 }
 
@@ -249,12 +299,19 @@ fn may_start_again(record: &Record, host_boot_id: &str) -> bool {
     !record.configured && !host_boot_id.is_empty() && record.host_boot_id == host_boot_id
 }
 
-/// Returns when they are gone.
-async fn kill_all(processes: Vec<ProcessId>) -> Result<(), Unclear> {
+/// Returns when they are gone. They may be frozen; what else is in the cgroup is not thawed unless something was killed.
+async fn kill_all(cgroup: &Cgroup, processes: Vec<ProcessId>) -> Result<(), Unclear> {
+    let mut killed = Vec::new();
     for process in processes {
-        let pid = process.pid;
         let Some(running) = open(process)? else { continue };
         running.kill();
+        killed.push(running);
+    }
+    if !killed.is_empty() {
+        grip::thaw(cgroup);
+    }
+    for running in killed {
+        let pid = running.id().pid;
         match tokio::time::timeout(KILL_LIMIT, running.exited()).await {
             Ok(Ok(_)) => {}
             Ok(Err(source)) => return Err(Unclear::Process { pid, source }),

@@ -12,6 +12,7 @@ use tracing::Instrument as _;
 use super::{
     Inner, Record,
     files::InstanceDir,
+    grip::Grip,
     launching,
     machine::{Action, Ending, Input, State},
     releasing,
@@ -23,6 +24,7 @@ use crate::{
     guest::GuestEvent,
     launch::Launch,
     network::{GuestNetwork, Mac, NetworkError},
+    pool::watch::Registration,
     vmm::{ProcessId, SocketDir, Started, Tap, VmProcess},
 };
 
@@ -55,6 +57,9 @@ pub struct Task {
     state: State,
     inputs: Inputs,
     vm: Option<RunningVm>,
+    grip: Arc<Grip>,
+    /// Until the process is reaped.
+    watched: Option<Registration>,
     /// When an end of the entrypoint was told last.
     last_exit: Option<Instant>,
     boot_id: String,
@@ -112,12 +117,16 @@ pub async fn run_found(inner: Arc<Inner>, launch: Launch, record: Record, inputs
 
 impl Task {
     fn new(inner: Arc<Inner>, launch: Launch, directory: InstanceDir, record: Record, inputs: Inputs) -> Self {
+        let instance = launch.instance();
+        let cgroup = inner.deps.vmm.cgroup(&instance.to_string());
         Self {
             inner,
             launch,
             directory,
             record,
             state: State::Starting { end: None },
+            grip: Arc::new(Grip::new(instance, cgroup, inputs.sender.clone())),
+            watched: None,
             inputs,
             vm: None,
             last_exit: None,
@@ -147,6 +156,7 @@ impl Task {
     }
 
     async fn try_launch(&mut self) -> Result<ProcessId, Ending> {
+        self.watched = Some(self.inner.deps.pools.watch(&self.launch, self.grip.clone(), false));
         let (inner, launch) = (self.inner.clone(), self.launch.clone());
         let taken = blocking(move || launching::take(&inner.deps, &launch)).await?;
         self.timeline.reach(Part::Objects);
@@ -200,6 +210,8 @@ impl Task {
         let instance = self.launch.instance();
         tracing::info!(%instance, pid = process.id().pid, "adopting");
         let id = process.id();
+        let is_frozen = self.inner.deps.vmm.cgroup(&instance.to_string()).is_frozen();
+        self.watched = Some(self.inner.deps.pools.watch(&self.launch, self.grip.clone(), is_frozen));
         self.watch(process, None, sockets);
         let remembered = self.remember(|record| record.process = Some(id)).await;
         self.state = match self.record.ending.clone() {
@@ -209,10 +221,8 @@ impl Task {
             None if self.record.configured => State::Adopting,
             None => State::Booting,
         };
-        if let State::Ending(_) = self.state
-            && let Some(vm) = &self.vm
-        {
-            vm.kill();
+        if let State::Ending(_) = self.state {
+            self.grip.kill_process();
         }
         if let Err(ending) = remembered {
             self.send(Input::End(ending));
@@ -233,10 +243,15 @@ impl Task {
         let log = deps.logs.writer(&self.launch.layer.object.uid, instance);
         let cgroup = deps.vmm.cgroup(&instance.to_string());
         let directory = self.directory.path().to_owned();
+        let process = Arc::new(process);
+        self.grip.take(process.clone());
         let disks = DiskPools::new(deps.pools.clone(), launching::disk_pools(&self.launch));
         let was_stalled = self.record.stalled;
         let watched = Watched { process, complaints, cgroup, directory, sockets, disks, was_stalled };
         let vm = RunningVm::watch(watched, log, self.record.configured, &self.inputs.sender);
+        if let Some(watched) = &self.watched {
+            watched.runs();
+        }
         self.inner.set_guest(instance, Some(vm.guest.clone()));
         self.vm = Some(vm);
     }
@@ -377,9 +392,7 @@ impl Task {
                 }
             }
             Action::Kill => {
-                if let Some(vm) = &self.vm {
-                    vm.kill();
-                }
+                self.grip.kill_process();
                 kibo_failpoint::reach("vm-killed").await;
             }
             // Of these there can be any number, and an order to stop must not wait behind a full disk.
@@ -496,6 +509,8 @@ impl Task {
             vm.explain(&mut ending);
         }
         self.inner.set_guest(instance, None);
+        // Its process is reaped: from here on the records say that it lets go.
+        self.watched = None;
         kibo_failpoint::reach("vm-gone").await;
         releasing::release(&self.inner.deps, &self.launch, &self.directory, &ending).await;
         tracing::info!(%instance, reason = ending.reason.as_str_name(), message = ending.message, "ended");

@@ -33,7 +33,7 @@ const LAST_WORDS: Duration = Duration::from_millis(100);
 
 /// What to watch.
 pub struct Watched {
-    pub process: VmProcess,
+    pub process: Arc<VmProcess>,
     /// Of a VM that this daemon started itself.
     pub complaints: Option<pipe::Receiver>,
     pub cgroup: Cgroup,
@@ -68,7 +68,6 @@ impl RunningVm {
     /// `known`: the agent had answered to an earlier daemon, so its silence is worth an event.
     pub fn watch(watched: Watched, log: impl LogSink, known: bool, inputs: &mpsc::UnboundedSender<Input>) -> Self {
         let Watched { process, complaints, cgroup, directory, sockets, disks, was_stalled } = watched;
-        let process = Arc::new(process);
         let (qmp, control) = watch::channel(None);
         let console = ConsoleTail::default();
         let (guest, events, conversation) = Guest::converse(sockets.clone(), log, known);

@@ -16,22 +16,23 @@ mod marker;
 mod moving;
 mod object;
 mod record_files;
-mod records;
+pub mod records;
 mod status;
 #[cfg(test)]
 mod tests;
+pub mod watch;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs, io,
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicU32, Ordering},
     },
 };
 
-use kibo_crds::{Bytes, Epoch, Incarnation, NodeId, ObjectUid, PoolId};
+use kibo_crds::{Bytes, Epoch, Incarnation, InstanceId, NodeId, ObjectUid, PoolId};
 use kibo_protocol::v1;
 
 pub use fence::{Beat, FenceError};
@@ -42,15 +43,21 @@ pub use moving::{MoveError, Progress};
 pub use records::{Conflict, LastTaken, NotACopy};
 pub use status::PoolStatus;
 
-use crate::config::PoolConfig;
+use crate::{
+    config::{FenceConfig, PoolConfig},
+    launch::{By, Launch, Taker},
+};
 use lock::Locks;
 use loss::Loss;
 use status::StatusWatch;
+use watch::{Grip, Registration, Watch};
 
 /// The pools of this node.
 pub struct Pools {
     pools: BTreeMap<PoolId, Pool>,
+    node: NodeId,
     life: fence::Life,
+    watch: Watch,
 }
 
 /// One pool. Two operations never run on one object at once.
@@ -60,7 +67,7 @@ pub struct Pool {
     is_default: bool,
     node: NodeId,
     /// Of the marker that this daemon has seen first.
-    uid: std::sync::OnceLock<String>,
+    uid: Arc<OnceLock<String>>,
     status: StatusWatch,
     loss: Loss,
     waiting: Arc<AtomicU32>,
@@ -124,6 +131,8 @@ pub enum PoolError {
     List { pool: PoolId, source: io::Error },
     #[error(transparent)]
     Fence(FenceError),
+    #[error("failed to write this node's fence file in the pool {pool}: {source}")]
+    SignIn { pool: PoolId, source: io::Error },
     #[error("failed to {action} of object {uid} in the pool {pool}: {source}")]
     Io { action: &'static str, uid: ObjectUid, pool: PoolId, source: io::Error },
 }
@@ -137,7 +146,7 @@ impl PoolError {
             }
             Self::Conflict { .. } | Self::NotACopy { .. } => v1::ObjectFailure::HolderConflict,
             Self::InUse(_) | Self::Busy(_) => v1::ObjectFailure::InUse,
-            Self::List { .. } | Self::Fence(_) | Self::Io { .. } => v1::ObjectFailure::Io,
+            Self::List { .. } | Self::Fence(_) | Self::SignIn { .. } | Self::Io { .. } => v1::ObjectFailure::Io,
         }
     }
 }
@@ -168,6 +177,7 @@ impl TakeError {
     pub fn end_reason(&self) -> v1::EndReason {
         match &self.cause {
             TakeFailure::Conflict(Conflict::Refused(_) | Conflict::Released(_)) => v1::EndReason::NotStarted,
+            TakeFailure::Conflict(Conflict::Isolated { .. }) => v1::EndReason::Fenced,
             TakeFailure::Conflict(_) => v1::EndReason::HolderConflict,
             TakeFailure::Pool(_) | TakeFailure::Image(_) => v1::EndReason::StorageFailed,
         }
@@ -185,12 +195,17 @@ impl TakeError {
 
 impl Pools {
     /// Starts to watch every pool. One that is not there now may come later.
-    pub fn open(configs: &[PoolConfig], node: &NodeId) -> io::Result<Self> {
-        Self::open_but(configs, node, &BTreeSet::new())
+    pub fn open(configs: &[PoolConfig], fence: FenceConfig, node: &NodeId) -> io::Result<Self> {
+        Self::open_but(configs, fence, node, &BTreeSet::new())
     }
 
     /// The same, and nothing is written to those that were declared lost.
-    pub fn open_but(configs: &[PoolConfig], node: &NodeId, lost: &BTreeSet<PoolId>) -> io::Result<Self> {
+    pub fn open_but(
+        configs: &[PoolConfig],
+        fence: FenceConfig,
+        node: &NodeId,
+        lost: &BTreeSet<PoolId>,
+    ) -> io::Result<Self> {
         let life = fence::Life::default();
         let open = |config: &PoolConfig| {
             let loss = Loss::of(lost.contains(&config.id));
@@ -203,7 +218,7 @@ impl Pools {
                 path: config.path.clone(),
                 is_default: config.default,
                 node: node.clone(),
-                uid: std::sync::OnceLock::new(),
+                uid: Arc::default(),
                 status,
                 loss,
                 waiting: Arc::default(),
@@ -215,8 +230,20 @@ impl Pools {
             }
             Ok((config.id.clone(), pool))
         };
-        let pools = configs.iter().map(open).collect::<io::Result<_>>()?;
-        Ok(Self { pools, life })
+        let pools: BTreeMap<_, _> = configs.iter().map(open).collect::<io::Result<_>>()?;
+        let places = pools.values().map(|pool: &Pool| watch::Place {
+            id: pool.id.clone(),
+            path: pool.path.clone(),
+            uid: pool.uid.clone(),
+        });
+        let watch = Watch::start(places, node, fence.freeze_after)?;
+        Ok(Self { pools, node: node.clone(), life, watch })
+    }
+
+    /// From now on this Instance is stopped by whatever its pools say of its right to what it holds. To be called before
+    /// anything is taken for it, and kept until its process is reaped. `frozen`: it was found standing still.
+    pub fn watch(&self, launch: &Launch, grip: Arc<dyn Grip>, frozen: bool) -> Registration {
+        self.watch.register(launch, grip, frozen)
     }
 
     /// From now on this node's fence files say that it lives this life.
@@ -229,6 +256,16 @@ impl Pools {
     pub fn declare_lost(&self, ids: &BTreeSet<PoolId>) -> BTreeSet<PoolId> {
         let own = self.pools.values().filter(|pool| ids.contains(&pool.id));
         own.filter(|pool| pool.declare_lost()).map(|pool| pool.id.clone()).collect()
+    }
+
+    /// The same for an Instance that could not be taken up: nobody knows what it holds, so that every pool has a say.
+    /// `None`: this node lives no life in which it could hold anything.
+    pub fn watch_unclear(&self, instance: InstanceId, grip: Arc<dyn Grip>, frozen: bool) -> Option<Registration> {
+        let by = By::Instance(instance);
+        let taker = Taker { node: self.node.clone(), incarnation: self.life.get()?, by };
+        let registration = self.watch.register_unclear(instance, taker, grip, frozen);
+        registration.runs();
+        Some(registration)
     }
 
     pub fn get(&self, id: &PoolId) -> Result<&Pool, PoolError> {
@@ -316,10 +353,11 @@ impl Pool {
         Ok(())
     }
 
-    /// What another node's fence file says now; `None`: it has none here.
+    /// What another node's fence file says now; `None`: it has none here, or has not counted in it.
     pub fn look_at_fence(&self, node: &NodeId) -> Result<Option<Beat>, PoolError> {
         self.verify()?;
-        fence::read(&self.path, node).map_err(PoolError::Fence)
+        let fence = fence::read(&self.path, node).map_err(PoolError::Fence)?;
+        fence.map_or(Ok(None), |fence| fence.beat).map_err(PoolError::Fence)
     }
 
     /// Whether other nodes use this pool too.
@@ -332,15 +370,5 @@ impl Pool {
             }
         }
         Ok(false)
-    }
-}
-
-/// Leaves this node's file in the pool, so that the others know that they share it.
-fn sign_in(pool: &Path, node: &NodeId) -> io::Result<()> {
-    let dir = pool.join(marker::NODES);
-    fs::create_dir_all(&dir)?;
-    match fs::OpenOptions::new().write(true).create_new(true).open(dir.join(node.as_str())) {
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-        result => result.and_then(|file| file.sync_all()).and_then(|()| crate::durable::sync_dir(&dir)),
     }
 }

@@ -2,16 +2,16 @@
 
 use std::{fs, io, path::Path};
 
-use kibo_crds::{Bytes, Epoch, ObjectUid};
+use kibo_crds::{Bytes, Epoch, Incarnation, ObjectUid};
 use kibo_protocol::v1::ObjectUse;
 
 use super::{
-    Pool, PoolError, PoolObject, TakeError, TakeFailure, TakenObject,
+    Pool, PoolError, PoolObject, TakeError, TakeFailure, TakenObject, fence,
     image::{self, ImageError},
     lock::ObjectLock,
     marker, moving,
     record_files::{self, Kind},
-    records::{Conflict, EpochUse, Record, Records, TakeDecision},
+    records::{Closing, Conflict, EpochUse, Record, Records, TakeDecision},
 };
 use crate::{
     durable,
@@ -83,17 +83,35 @@ impl Pool {
         }
     }
 
-    /// Writes the record of a grant if nothing stands against it, before and after.
+    /// The highest incarnation of this node that the pool says is dead, if it is this one or a later one. The fence file
+    /// is there from here on, so that no cache can say that it is missing.
+    fn isolated(&self, lived: Incarnation) -> Result<Option<Incarnation>, PoolError> {
+        fence::sign_in(&self.path, &self.node).map_err(|source| PoolError::SignIn { pool: self.id.clone(), source })?;
+        let fence = fence::read(&self.path, &self.node).map_err(PoolError::Fence)?;
+        let mark = fence.map_or(Ok(None), |fence| fence.mark).map_err(PoolError::Fence)?;
+        Ok(mark.map(|mark| mark.incarnation).filter(|dead| *dead >= lived))
+    }
+
+    /// Writes the record of a grant if nothing stands against it, before and after. Nothing does as long as this node's
+    /// life is not marked as dead. Holders that are dead by this grant
+    /// are told before it is written, and again when it turns out that the first list was not complete.
     pub(super) fn write_taken(&self, granted: &GrantedObject, taker: &Taker) -> Result<Option<Conflict>, PoolError> {
         let uid = &granted.object.uid;
-        match self.list(uid)?.decide_take(&granted.grant, taker) {
+        if let Some(dead) = self.isolated(taker.incarnation)? {
+            return Ok(Some(Conflict::Isolated { dead, lived: taker.incarnation }));
+        }
+        let before = self.list(uid)?;
+        match before.decide_take(&granted.grant, taker) {
             TakeDecision::Conflict(conflict) => return Ok(Some(conflict)),
-            TakeDecision::AlreadyMine => return Ok(None),
+            TakeDecision::AlreadyMine => return self.tell_the_dead(&before, granted).map(|()| None),
             TakeDecision::Write => {}
         }
+        self.tell_the_dead(&before, granted)?;
+        kibo_failpoint::reach_blocking("victims-marked");
         self.write(uid, Kind::Taken, &Record { taker: Some(taker.clone()), grant: granted.grant })?;
-        match self.list(uid)?.decide_take(&granted.grant, taker) {
-            TakeDecision::AlreadyMine => Ok(None),
+        let after = self.list(uid)?;
+        match after.decide_take(&granted.grant, taker) {
+            TakeDecision::AlreadyMine => self.tell_the_dead(&after, granted).map(|()| None),
             TakeDecision::Conflict(conflict) => Ok(Some(conflict)),
             TakeDecision::Write => {
                 let source = io::Error::other("it is not there after it was written");
@@ -102,15 +120,20 @@ impl Pool {
         }
     }
 
+    /// Marks in their fence files that those are dead who took the object before and never let go of it.
+    fn tell_the_dead(&self, records: &Records, granted: &GrantedObject) -> Result<(), PoolError> {
+        for (victim, dead) in records.dead_holders(&granted.grant) {
+            tracing::info!(object = %granted.object.uid, %victim, %dead, "taking over from a dead holder");
+            fence::mark(&self.path, &victim, dead, &self.node).map_err(PoolError::Fence)?;
+        }
+        Ok(())
+    }
+
     /// Makes sure that a grant that met a conflict is never taken, also not by a crashed attempt's rest.
     pub(super) fn withdraw(&self, granted: &GrantedObject, taker: &Taker, conflict: &Conflict) -> ObjectUse {
         let uid = &granted.object.uid;
-        match conflict {
-            Conflict::Released(_) => return ObjectUse::Released,
-            Conflict::Refused(_) => return ObjectUse::Refused,
-            // The record is somebody else's to close.
-            Conflict::TakenByOther { .. } => return ObjectUse::Held,
-            Conflict::Superseded { .. } | Conflict::PredecessorHolds { .. } => {}
+        if let Some(object_use) = conflict.leaves() {
+            return object_use;
         }
         let record = Record { taker: Some(taker.clone()), grant: granted.grant };
         match self.write(uid, Kind::Refused, &record) {
@@ -221,19 +244,13 @@ impl Pool {
             return Ok(ObjectUse::Released);
         }
         let _lock = self.begin(uid)?;
-        let records = self.list(uid)?;
-        match records.use_of(epoch) {
-            EpochUse::Released => Ok(ObjectUse::Released),
-            EpochUse::Refused => Ok(ObjectUse::Refused),
-            EpochUse::Held => {
-                let own = records.0.get(&epoch).and_then(|records| records.taken.as_ref());
-                if own.and_then(|record| record.taker.as_ref()) != Some(taker) {
-                    return Ok(ObjectUse::Held);
-                }
+        match self.list(uid)?.decide_close(epoch, taker) {
+            Closing::Done(object_use) => Ok(object_use),
+            Closing::Release => {
                 self.write_released(uid, epoch)?;
                 Ok(ObjectUse::Released)
             }
-            EpochUse::Untouched => {
+            Closing::Refuse => {
                 self.write(uid, Kind::Refused, &Record { taker: Some(taker.clone()), grant: granted.grant })?;
                 Ok(ObjectUse::Refused)
             }

@@ -46,7 +46,9 @@ fn parse_name(name: &str) -> Option<(Epoch, Kind)> {
         Some((number, "refused")) => (number, Kind::Refused),
         Some(_) => return None,
     };
-    number.parse().ok().map(|number| (Epoch(number), kind))
+    // One name for each epoch: two records of one epoch would contradict each other.
+    let epoch = Epoch(number.parse().ok()?);
+    (epoch.to_string() == number).then_some((epoch, kind))
 }
 
 /// A line of JSON and its CRC-32, so that a record that bit-rotted is not taken for another one.
@@ -76,8 +78,9 @@ pub fn list(dir: &Path) -> io::Result<Records> {
             continue;
         };
         let bytes = match fs::read(&path) {
-            // Another member removes records that are settled.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            // Another member removes records that are settled; but a cache that does not know the newest names may say
+            // the same.
+            Err(error) if error.kind() == io::ErrorKind::NotFound && !is_listed(dir, &path)? => continue,
             bytes => bytes?,
         };
         let record = decode(&bytes).ok_or_else(|| {
@@ -96,6 +99,15 @@ pub fn list(dir: &Path) -> io::Result<Records> {
         }
     }
     Ok(records)
+}
+
+fn is_listed(dir: &Path, path: &Path) -> io::Result<bool> {
+    for entry in fs::read_dir(dir)? {
+        if entry?.path() == path {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Writes one record; `false` when there is one of that name already.

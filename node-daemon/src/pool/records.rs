@@ -7,13 +7,14 @@
 
 use std::collections::BTreeMap;
 
-use kibo_crds::Epoch;
+use kibo_crds::{Epoch, Incarnation, NodeId};
+use kibo_protocol::v1::ObjectUse;
 use serde::{Deserialize, Serialize};
 
 use crate::launch::{Grant, PredecessorEnd, Taker};
 
 /// Content of one record.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Record {
     /// Absent where nobody was to take it: a question whether it was taken, and deletions of older daemons.
@@ -22,7 +23,7 @@ pub struct Record {
 }
 
 /// Everything that the pool knows of one epoch.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct EpochRecords {
     pub taken: Option<Record>,
     pub released: Option<Record>,
@@ -52,7 +53,7 @@ impl EpochRecords {
 }
 
 /// The records of one object.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Records(pub BTreeMap<Epoch, EpochRecords>);
 
 /// Why a grant cannot be taken.
@@ -66,6 +67,10 @@ pub enum Conflict {
     Released(Epoch),
     #[error("epoch {epoch} is taken by {taker}")]
     TakenByOther { epoch: Epoch, taker: Box<Taker> },
+    #[error(
+        "the pool says that incarnation {dead} of this node was isolated, and the grant is for incarnation {lived}"
+    )]
+    Isolated { dead: Incarnation, lived: Incarnation },
     #[error("epoch {epoch} is not released by {holder}, and the grant does not say that this holder is dead")]
     PredecessorHolds { epoch: Epoch, holder: String },
 }
@@ -81,6 +86,31 @@ pub enum NotACopy {
     IsTheObject(Epoch),
     #[error("it was taken in epoch {epoch} by {taker}")]
     TakenBy { epoch: Epoch, taker: String },
+}
+
+impl Conflict {
+    /// How the pool says already that this grant is not taken. `None`: a refusal must be written, so that it never is,
+    /// also not by a rest of a crashed attempt.
+    pub fn leaves(&self) -> Option<ObjectUse> {
+        match self {
+            Self::Released(_) => Some(ObjectUse::Released),
+            Self::Refused(_) => Some(ObjectUse::Refused),
+            // The record is somebody else's to close.
+            Self::TakenByOther { .. } => Some(ObjectUse::Held),
+            Self::Superseded { .. } | Self::PredecessorHolds { .. } | Self::Isolated { .. } => None,
+        }
+    }
+}
+
+/// What closes the grant of an Instance that does not run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Closing {
+    /// The records say it already.
+    Done(ObjectUse),
+    /// It was taken: write a release.
+    Release,
+    /// It was not: write a refusal.
+    Refuse,
 }
 
 /// What a node that was granted an object may do.
@@ -148,6 +178,55 @@ impl Records {
         self.0.values().any(|records| records.taken.as_ref().is_some_and(Record::is_deletion))
     }
 
+    /// Whether whoever took the object by the right of `epoch` may still use it.
+    pub fn hold(&self, epoch: Epoch, taker: &Taker) -> Hold {
+        let nobody = Grant { epoch, predecessor: Epoch(0), predecessor_end: PredecessorEnd::Released };
+        if self.is_declared_dead(epoch, &nobody) {
+            let by = self.0.iter().rev().find_map(|(epoch, records)| Some((epoch, records.taken.as_ref()?)));
+            return Hold::Over(match by {
+                Some((later, Record { taker: Some(by), .. })) if *later > epoch => {
+                    format!("it was taken in epoch {later} by {by}")
+                }
+                Some((later, _)) if *later > epoch => format!("it was taken to be deleted in epoch {later}"),
+                _ => "a later grant says that this holder is dead".to_owned(),
+            });
+        }
+        match self.0.get(&epoch) {
+            Some(records) if records.is_closed() => Hold::Over("the records say that its use has ended".to_owned()),
+            Some(EpochRecords { taken: Some(record), .. }) if record.taker.as_ref() == Some(taker) => Hold::Holds,
+            Some(EpochRecords { taken: Some(_), .. }) => Hold::Over("the record of it is somebody else's".to_owned()),
+            _ => Hold::Unclear(format!("the record of epoch {epoch} is gone")),
+        }
+    }
+
+    /// Those who took the object and never ended its use, and are dead by this grant or a record. Before anybody writes,
+    /// each of them must be told.
+    pub fn dead_holders(&self, by: &Grant) -> BTreeMap<NodeId, Incarnation> {
+        let below = self.0.range(..by.epoch);
+        let open = below.filter(|(epoch, records)| records.is_open() && self.is_declared_dead(**epoch, by));
+        let takers = open.filter_map(|(_, records)| records.taken.as_ref()?.taker.as_ref());
+        let mut dead = BTreeMap::new();
+        for taker in takers {
+            let highest = dead.entry(taker.node.clone()).or_insert(taker.incarnation);
+            *highest = taker.incarnation.max(*highest);
+        }
+        dead
+    }
+
+    /// How a grant is closed for an Instance that does not run: released if it was taken for it, else refused.
+    pub fn decide_close(&self, epoch: Epoch, taker: &Taker) -> Closing {
+        let own = self.0.get(&epoch).and_then(|records| records.taken.as_ref());
+        match self.use_of(epoch) {
+            EpochUse::Released => Closing::Done(ObjectUse::Released),
+            EpochUse::Refused => Closing::Done(ObjectUse::Refused),
+            EpochUse::Held if own.and_then(|record| record.taker.as_ref()) != Some(taker) => {
+                Closing::Done(ObjectUse::Held)
+            }
+            EpochUse::Held => Closing::Release,
+            EpochUse::Untouched => Closing::Refuse,
+        }
+    }
+
     /// What became of one epoch.
     pub fn use_of(&self, epoch: Epoch) -> EpochUse {
         match self.0.get(&epoch) {
@@ -191,6 +270,16 @@ impl Records {
     pub fn settled_below(&self, epoch: Epoch) -> Vec<Epoch> {
         self.0.range(..epoch).map(|(epoch, _)| *epoch).collect()
     }
+}
+
+/// Whether a right still stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Hold {
+    Holds,
+    /// For good; in words, how.
+    Over(String),
+    /// The records do not say, and why.
+    Unclear(String),
 }
 
 /// Who took an object last.
@@ -261,6 +350,7 @@ mod tests {
             TakeDecision::Conflict(Conflict::Released(_)) => "released",
             TakeDecision::Conflict(Conflict::TakenByOther { .. }) => "other",
             TakeDecision::Conflict(Conflict::PredecessorHolds { .. }) => "predecessor",
+            TakeDecision::Conflict(Conflict::Isolated { .. }) => "isolated",
         }
     }
 

@@ -11,7 +11,7 @@ use std::{
 use kibo_crds::{Bytes, NodeId, PoolId};
 use tokio::sync::watch;
 
-use super::{image, loss::Loss, marker};
+use super::{fence, image, loss::Loss, marker};
 use crate::clock::BootTime;
 
 const EVERY: Duration = Duration::from_secs(5);
@@ -128,7 +128,7 @@ fn look(path: &Path, id: &PoolId, node: &NodeId, pinned: &mut Option<String>) ->
         marker::MarkerError::OtherUid { path: path.to_owned(), expected, found }.to_string()
     });
     if problem.is_none() {
-        problem = super::sign_in(path, node).err().map(|error| format!("failed to write to the pool: {error}"));
+        problem = fence::sign_in(path, node).err().map(|error| format!("failed to write to the pool: {error}"));
     }
     match image::space(path) {
         Ok(image::Space { free, used, capacity }) => {

@@ -1,4 +1,4 @@
-use std::os::unix::fs::MetadataExt as _;
+use std::{os::unix::fs::MetadataExt as _, path::Path};
 
 use kibo_crds::{Incarnation, InstanceId};
 use kibo_protocol::v1::ObjectUse;
@@ -29,7 +29,12 @@ impl Setup {
     /// The pool as this node sees it, opened anew: as after a restart of its daemon.
     fn on(&self, node: &str) -> Pool {
         let config = PoolConfig { id: "p".parse().unwrap(), path: self.dir.path().to_owned(), default: true };
-        Pools::open(&[config], &node.parse().unwrap()).unwrap().pools.into_values().next().unwrap()
+        Pools::open(&[config], FenceConfig::default(), &node.parse().unwrap())
+            .unwrap()
+            .pools
+            .into_values()
+            .next()
+            .unwrap()
     }
 
     fn object_dir(&self) -> PathBuf {
@@ -120,7 +125,7 @@ fn the_dead_do_not_stop_the_living() {
     setup.on("c").take(&object(3, PredecessorEnd::Released), &taker("c")).unwrap();
     // The isolated node comes back with its old grant.
     let error = setup.on("a").take(&object(1, PredecessorEnd::None), &taker("a")).unwrap_err();
-    assert_eq!(error.end_reason(), v1::EndReason::HolderConflict);
+    assert_eq!(error.end_reason(), v1::EndReason::Fenced);
 }
 
 /// Killed between any two steps of a take: the same Instance goes on.
@@ -331,4 +336,84 @@ fn one_of_many_takers_of_an_epoch_wins() {
         attempts.into_iter().map(|attempt| attempt.join().unwrap()).filter(|won| *won).count()
     });
     assert_eq!(won, 1);
+}
+
+fn marked(setup: &Setup, node: &str) -> Option<u64> {
+    let fence = fence::read(setup.dir.path(), &node.parse().unwrap()).unwrap().unwrap();
+    fence.mark.unwrap().map(|mark| mark.incarnation.0)
+}
+
+/// The mark is there before the record is, and a second try marks again what the first may not have seen.
+#[test]
+fn the_dead_are_told_before_anybody_writes() {
+    let setup = Setup::new();
+    let (a, b) = (setup.on("a"), setup.on("b"));
+    a.take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
+    // Refused: nothing was asserted, nobody is told.
+    b.take(&object(2, PredecessorEnd::Released), &taker("b")).unwrap_err();
+    assert_eq!(marked(&setup, "a"), None);
+    let third = GrantedObject {
+        grant: Grant { epoch: Epoch(3), predecessor: Epoch(1), predecessor_end: PredecessorEnd::Isolated },
+        ..object(3, PredecessorEnd::Isolated)
+    };
+    let mine = taker("b");
+    b.take(&third, &mine).unwrap();
+    assert_eq!((marked(&setup, "a"), marked(&setup, "b")), (Some(1), None));
+    b.take(&third, &mine).unwrap();
+}
+
+#[test]
+fn a_deletion_tells_the_dead_too() {
+    let setup = Setup::new();
+    setup.on("a").take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
+    setup.on("b").delete(&object(2, PredecessorEnd::Isolated), &deletion("b")).unwrap();
+    assert_eq!(marked(&setup, "a"), Some(1));
+}
+
+#[test]
+fn who_is_marked_as_dead_takes_nothing_in_that_life() {
+    let setup = Setup::new();
+    let a = setup.on("a");
+    fence::mark(setup.dir.path(), &"a".parse().unwrap(), Incarnation(1), &"b".parse().unwrap()).unwrap();
+    let granted = object(1, PredecessorEnd::None);
+    let error = a.take(&granted, &taker("a")).unwrap_err();
+    assert_eq!((error.end_reason(), error.object_use), (v1::EndReason::Fenced, ObjectUse::Refused), "{error}");
+    a.take(&object(2, PredecessorEnd::Refused), &Taker { incarnation: Incarnation(2), ..taker("a") }).unwrap();
+}
+
+/// What a pool must not contain, and what comes of it: nobody takes anything before a person has helped.
+#[test]
+fn records_that_cannot_be_are_each_refused() {
+    let node: NodeId = "b".parse().unwrap();
+    let record = |epoch| Record { taker: Some(taker("b")), grant: object(epoch, PredecessorEnd::Released).grant };
+    let cases: Vec<(Step<'_>, &str)> = vec![
+        (("truncated", Box::new(|dir| fs::write(dir.join("holder.1"), "{\"taker\"").unwrap())), "damaged"),
+        (("empty", Box::new(|dir| fs::write(dir.join("holder.1"), "").unwrap())), "damaged"),
+        (
+            (
+                "a release that is damaged",
+                Box::new(|dir| {
+                    write(dir, &node, Kind::Taken, &record(1)).unwrap();
+                    fs::write(dir.join("holder.1.released"), "x").unwrap();
+                }),
+            ),
+            "damaged",
+        ),
+        (("from the future", Box::new(|dir| assert!(write(dir, &node, Kind::Taken, &record(9)).unwrap()))), "epoch 9"),
+        (("of this epoch", Box::new(|dir| assert!(write(dir, &node, Kind::Taken, &record(2)).unwrap()))), "taken by b"),
+    ];
+    for ((what, step), expected) in cases {
+        let setup = Setup::new();
+        let pool = setup.on("a");
+        fs::create_dir(setup.object_dir()).unwrap();
+        step(&setup.object_dir());
+        let error = pool.take(&object(2, PredecessorEnd::Released), &taker("a")).unwrap_err().to_string();
+        assert!(error.contains(expected), "{what}: {error}");
+        assert!(!setup.object_dir().join("image.raw").exists(), "{what}");
+    }
+    // Not the name of a record, so not a second one of epoch 1.
+    let setup = Setup::new();
+    fs::create_dir(setup.object_dir()).unwrap();
+    fs::write(setup.object_dir().join("holder.01"), "").unwrap();
+    setup.on("a").take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
 }

@@ -14,6 +14,8 @@ use kibo_crds::{Bytes, MilliCpu};
 
 /// Above `<controller>/` (v1) or the root (v2): `kibotos/<node>/<instance>`.
 const TOP: &str = "kibotos";
+/// The hierarchies of version 1 in which an Instance has a cgroup of its own.
+const CONTROLLERS: [&str; 3] = ["cpu", "memory", "freezer"];
 /// The kernel frees a cgroup a moment after its last process was reaped.
 const REMOVAL_LIMIT: Duration = Duration::from_secs(2);
 /// The kernel takes no quota below 1 ms.
@@ -24,7 +26,8 @@ const LONG_PERIOD_MICROS: u64 = 1_000_000;
 #[derive(Debug, thiserror::Error)]
 pub enum CgroupError {
     #[error(
-        "{root} is no cgroup file system with the controllers cpu and memory: set vmm.cgroup_root to where it is mounted"
+        "{root} is no cgroup file system with the controllers cpu and memory, and with version 1 freezer: set \
+         vmm.cgroup_root to where it is mounted"
     )]
     NotMounted { root: PathBuf },
     #[error("failed to {action} {path}: {source}")]
@@ -63,7 +66,7 @@ impl Cgroups {
             let has = |name| controllers.split_whitespace().any(|controller| controller == name);
             has("cpu") && has("memory")
         });
-        let v1 = || ["cpu", "memory"].iter().all(|controller| root.join(controller).join("cgroup.procs").is_file());
+        let v1 = || CONTROLLERS.iter().all(|controller| root.join(controller).join("cgroup.procs").is_file());
         let version = match v2 {
             true => Version::V2,
             false if v1() => Version::V1,
@@ -75,12 +78,12 @@ impl Cgroups {
     /// The cgroup of one Instance, whether it exists or not.
     pub fn instance(&self, name: &str) -> Cgroup {
         let below = Path::new(TOP).join(&self.node).join(name);
-        let (cpu, memory) = match self.version {
-            Version::V1 => (self.root.join("cpu").join(&below), self.root.join("memory").join(&below)),
-            Version::V2 => (self.root.join(&below), self.root.join(&below)),
-        };
+        let [cpu, memory, freezer] = CONTROLLERS.map(|controller| match self.version {
+            Version::V1 => self.root.join(controller).join(&below),
+            Version::V2 => self.root.join(&below),
+        });
         let others = if self.version == Version::V1 { self.other_hierarchies() } else { Vec::new() };
-        Cgroup { version: self.version, root: self.root.clone(), cpu, memory, others }
+        Cgroup { version: self.version, root: self.root.clone(), cpu, memory, freezer, others }
     }
 
     /// Where the Instances of all nodes of this host are, by node and name; it need not exist.
@@ -91,10 +94,10 @@ impl Cgroups {
         }
     }
 
-    /// The v1 hierarchies beside those of cpu and memory (which may be mounted under several names).
+    /// The v1 hierarchies beside those of our controllers (which may be mounted under several names).
     fn other_hierarchies(&self) -> Vec<PathBuf> {
         let limited: Vec<_> =
-            ["cpu", "memory"].iter().filter_map(|controller| self.root.join(controller).canonicalize().ok()).collect();
+            CONTROLLERS.iter().filter_map(|controller| self.root.join(controller).canonicalize().ok()).collect();
         let Ok(entries) = fs::read_dir(&self.root) else { return Vec::new() };
         let mut others: Vec<PathBuf> = entries
             .filter_map(|entry| entry.ok()?.path().canonicalize().ok())
@@ -113,6 +116,7 @@ pub struct Cgroup {
     root: PathBuf,
     cpu: PathBuf,
     memory: PathBuf,
+    freezer: PathBuf,
     /// Of the v1 hierarchies in which an Instance has no limits.
     others: Vec<PathBuf>,
 }
@@ -195,6 +199,39 @@ impl Cgroup {
         counters.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
     }
 
+    /// Stops every process in it, as soon as it leaves the kernel: one that waits for a disk that hangs cannot run
+    /// anything afterwards either. Does not wait. `false`: there is no such cgroup.
+    pub fn freeze(&self) -> Result<bool, CgroupError> {
+        self.set_frozen(true)
+    }
+
+    /// Lets what is frozen go on. What was killed while it was frozen dies, also with version 1, where it does not before.
+    pub fn thaw(&self) -> Result<bool, CgroupError> {
+        self.set_frozen(false)
+    }
+
+    fn set_frozen(&self, frozen: bool) -> Result<bool, CgroupError> {
+        let (file, words) = self.freezer_file();
+        match fs::write(&file, words[usize::from(frozen)]) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            result => result.map(|()| true).map_err(failed("write", &file)),
+        }
+    }
+
+    /// Whether it was told to freeze, and not to thaw since.
+    pub fn is_frozen(&self) -> bool {
+        let (file, [thawed, _]) = self.freezer_file();
+        fs::read_to_string(file).is_ok_and(|state| state.trim() != thawed)
+    }
+
+    /// The file, and what stands in it for thawed and for frozen.
+    fn freezer_file(&self) -> (PathBuf, [&'static str; 2]) {
+        match self.version {
+            Version::V1 => (self.freezer.join("freezer.state"), ["THAWED", "FROZEN"]),
+            Version::V2 => (self.freezer.join("cgroup.freeze"), ["0", "1"]),
+        }
+    }
+
     /// Removes it, and what is empty above it. Its processes must be reaped. Idempotent; blocks for a moment.
     pub fn remove(&self) -> Result<(), CgroupError> {
         for directory in self.directories() {
@@ -208,7 +245,7 @@ impl Cgroup {
 
     fn directories(&self) -> Vec<&Path> {
         match self.version {
-            Version::V1 => vec![&self.cpu, &self.memory],
+            Version::V1 => vec![&self.cpu, &self.memory, &self.freezer],
             Version::V2 => vec![&self.cpu],
         }
     }
@@ -319,11 +356,16 @@ mod tests {
         assert_eq!(cgroup.oom_kills(), None);
         fs::write(own.join("memory.events"), "low 0\noom 1\noom_kill 2\noom_group_kill 0\n").unwrap();
         assert_eq!(cgroup.oom_kills(), Some(2));
+        assert_eq!((cgroup.freeze().unwrap(), read(&own.join("cgroup.freeze")).as_str()), (true, "1"));
+        assert!(cgroup.is_frozen());
+        assert_eq!((cgroup.thaw().unwrap(), cgroup.is_frozen()), (true, false));
     }
+
+    const STATE: &str = "freezer/kibotos/node-1/inst-x/freezer.state";
 
     #[test]
     fn version_1_leaves_the_cgroup_of_the_daemon_in_every_hierarchy() {
-        let root = fake(&["cpu,cpuacct", "memory", "pids", "systemd"]);
+        let root = fake(&["cpu,cpuacct", "freezer", "memory", "pids", "systemd"]);
         let root = root.path().canonicalize().unwrap();
         for name in ["cpu", "cpuacct"] {
             std::os::unix::fs::symlink("cpu,cpuacct", root.join(name)).unwrap();
@@ -333,6 +375,7 @@ mod tests {
         let joins = [
             "cpu/kibotos/node-1/inst-x/cgroup.procs",
             "memory/kibotos/node-1/inst-x/cgroup.procs",
+            "freezer/kibotos/node-1/inst-x/cgroup.procs",
             "pids/cgroup.procs",
             "systemd/cgroup.procs",
         ];
@@ -345,6 +388,13 @@ mod tests {
         )
         .unwrap();
         assert_eq!(cgroup.oom_kills(), Some(1));
+        assert_eq!((cgroup.freeze().unwrap(), read(&root.join(STATE)).as_str()), (true, "FROZEN"));
+        assert!(cgroup.is_frozen());
+        assert_eq!((cgroup.thaw().unwrap(), cgroup.is_frozen()), (true, false));
+        let missing = Cgroups::open(&root, "node-1").unwrap().instance("inst-y");
+        assert_eq!((missing.freeze().unwrap(), missing.is_frozen()), (false, false));
+        fs::remove_dir_all(root.join("freezer")).unwrap();
+        assert!(Cgroups::open(&root, "node-1").is_err(), "what could not be frozen is not started");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::{
 use futures::StreamExt as _;
 use kibo_crds::{Incarnation, InstanceId, NodeId};
 use kibo_node_daemon::{
-    config::{Accelerator, PoolConfig, VmmConfig},
+    config::{Accelerator, FenceConfig, PoolConfig, VmmConfig},
     instance::{Bounds, Deps, ExecExit, ExecOutput, Instances},
     launch::Launch,
     log_store::{LogBounds, LogStore},
@@ -193,7 +193,7 @@ impl TestNode {
             images_dir: self.images(),
             vmm: self.vmm(),
             network: None,
-            pools: Arc::new(Pools::open(&pools, &self.id).unwrap()),
+            pools: Arc::new(Pools::open(&pools, FenceConfig::default(), &self.id).unwrap()),
             spool: spool.clone(),
             logs: Arc::new(LogStore::open(self.state().join("logs"), LogBounds::default()).unwrap()),
             bounds: self.bounds,

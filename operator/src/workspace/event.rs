@@ -223,7 +223,7 @@ fn meaning(reason: v1::EndReason) -> Meaning {
         End::GuestAgentDied => failed("GuestAgentDied"),
         End::TornDown => failed("TornDown"),
         End::Isolated => failed("Unavailable"),
-        End::Fenced => failed("Fenced"),
+        End::Fenced | End::FencedWhileStill => failed("Fenced"),
         End::Unspecified => failed("Ended"),
     }
 }
@@ -314,7 +314,9 @@ fn sentence(reason: v1::EndReason) -> &'static str {
         End::GuestAgentDied => "the agent in the guest died, and the guest with it",
         End::TornDown => "the node tore it down because the control plane did not hold it",
         End::Isolated => "the node was isolated and destroyed it",
-        End::Fenced => "the node lost the right to a disk while the guest ran, and killed it: start it again",
+        End::Fenced | End::FencedWhileStill => {
+            "the node lost the right to a disk while the guest ran, and killed it: start it again"
+        }
         End::NotStarted => "the node did not start it",
         End::Stopped | End::ForceStopped | End::Unspecified => "it ended without having been asked: start it again",
     }

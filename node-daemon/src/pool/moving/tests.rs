@@ -4,7 +4,7 @@ use kibo_crds::{Incarnation, InstanceId, NodeId};
 
 use super::*;
 use crate::{
-    config::PoolConfig,
+    config::{FenceConfig, PoolConfig},
     launch::{By, Grant, Object, Operation, PredecessorEnd},
     pool::{
         NotACopy, init,
@@ -39,7 +39,7 @@ impl Setup {
 
     fn on(&self, node: &str) -> Pools {
         let config = |pool: &str| PoolConfig { id: id(pool), path: self.dir.path().join(pool), default: pool == "old" };
-        Pools::open(&[config("old"), config("new")], &node.parse().unwrap()).unwrap()
+        Pools::open(&[config("old"), config("new")], FenceConfig::default(), &node.parse().unwrap()).unwrap()
     }
 
     fn object_dir(&self, pool: &str) -> std::path::PathBuf {

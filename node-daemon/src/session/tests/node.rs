@@ -193,7 +193,7 @@ impl TestNode {
         }
         let node = Node::new(NodeParts {
             state,
-            pools: Arc::new(Pools::open(&config.storage_pools, &id).unwrap()),
+            pools: Arc::new(Pools::open(&config.storage_pools, config.fence, &id).unwrap()),
             spool: Arc::clone(&spool),
             host: Host::start(config.host.proc.clone(), self.dir.path().join("cgroups")),
             boot_id: "boot".into(),
