@@ -13,6 +13,7 @@ mod place;
 pub mod played;
 pub mod program;
 pub mod proxy;
+pub mod remote;
 pub mod replica;
 pub mod secrets;
 pub mod transcript;

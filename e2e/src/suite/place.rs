@@ -22,6 +22,7 @@ use tokio::process::Command;
 use super::disk::Disk;
 use super::host_files::HostFiles;
 use super::outside::Outside;
+use super::remote::Remote;
 use super::wait::{eventually, watched};
 use crate::local::{Component, LocalCluster, process};
 
@@ -42,6 +43,7 @@ pub struct Place {
     nodes: Mutex<Vec<String>>,
     outsides: Mutex<Vec<Arc<Outside>>>,
     disks: Mutex<Vec<Arc<Disk>>>,
+    remotes: Mutex<Vec<Arc<Remote>>>,
 }
 
 /// What a program printed, and how it ended.
@@ -86,6 +88,7 @@ impl Place {
             nodes: Mutex::default(),
             outsides: Mutex::default(),
             disks: Mutex::default(),
+            remotes: Mutex::default(),
         })
     }
 
@@ -178,6 +181,14 @@ impl Place {
         let disk = Arc::new(Disk::mount(directory, bytes)?);
         self.disks.lock().unwrap_or_else(PoisonError::into_inner).push(disk.clone());
         Ok(disk)
+    }
+
+    /// A file system on a network, which is there until this test's nodes are stopped.
+    pub fn remote(&self) -> Result<Arc<Remote>> {
+        let directory = self.cluster.layout().root().join(format!("remote-of-{}", self.namespace));
+        let remote = Arc::new(Remote::mount(&directory)?);
+        self.remotes.lock().unwrap_or_else(PoisonError::into_inner).push(remote.clone());
+        Ok(remote)
     }
 
     /// Creates any object from its JSON; in this namespace where it says none and its kind has them.
@@ -367,6 +378,9 @@ impl Place {
 
     /// Deletes what the test made, and stops its nodes.
     pub(super) async fn end(&self) -> Result<()> {
+        for remote in self.remotes.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+            remote.go_on();
+        }
         let cleaned = if self.nodes().is_empty() { Ok(()) } else { self.delete_all().await };
         for id in self.nodes() {
             self.cluster.stop(&Component::Node(id.clone())).await?;
