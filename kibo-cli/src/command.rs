@@ -274,15 +274,17 @@ pub struct Question<'a> {
     pub question: &'a str,
     /// After it: `for ever?`, and what that means.
     pub consequence: &'a str,
+    /// What is to be confirmed, after the subject: `is retired for ever`.
+    pub outcome: &'a str,
     /// Of the command that asks.
     pub verb: &'a str,
 }
 
 /// Asks on the terminal.
 pub fn confirm(question: &Question<'_>) -> Result<()> {
-    let Question { subject, question, consequence, verb } = question;
+    let Question { subject, question, consequence, outcome, verb } = question;
     if !(io::stdin().is_terminal() && io::stderr().is_terminal()) {
-        return Err(Error::invalid(format!("there is no terminal to confirm: {question} {subject} {consequence}"))
+        return Err(Error::invalid(format!("there is no terminal to confirm that {subject} {outcome}"))
             .next(format!("{} --yes", subject.command(verb))));
     }
     let mut stderr = io::stderr();

@@ -88,6 +88,7 @@ pub async fn retire(cluster: &Cluster, args: Retire) -> Result<()> {
             subject: &submission.subject,
             question: "Retire",
             consequence: "for ever? Its name is never used again.",
+            outcome: "is retired for ever",
             verb: "retire",
         })?;
     }

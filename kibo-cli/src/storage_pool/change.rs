@@ -90,6 +90,7 @@ pub async fn declare_lost(cluster: &Cluster, args: DeclareLost) -> Result<()> {
             subject: &submission.subject,
             question: "Declare",
             consequence: "lost for ever? What is in it is not used again, also when it comes back.",
+            outcome: "is lost for ever",
             verb: "declare-lost",
         })?;
     }
