@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use kibo_crds::Epoch;
 use kibo_node_daemon::pool::{
     records::{Closing, Conflict, Record, Records, TakeDecision},
-    watch::decide::{Dead, Holding, Order, Pulse, Watched, find},
+    watch::decide::{Dead, FenceSeen, Holding, Order, Pulse, Watched, find_in_fence, find_in_records},
 };
 use kibo_protocol::v1::ObjectUse;
 
@@ -118,12 +118,14 @@ impl World {
         let mut guest = self.at_work(at).filter(|guest| guest.step == Step::Runs)?;
         self.hosts[at].looked = true;
         let holding = Holding { taker: guest.taker.clone(), objects: vec![(object(), guest.grant.epoch)] };
-        let (mark, records) = match sees {
-            true => (self.marks[at].map(|incarnation| Dead { incarnation, unix_millis: 0 }), Ok(self.records.clone())),
-            false => (None, Err("not read".to_owned())),
-        };
-        let finding = find(&holding, &Ok(mark), &BTreeMap::from([(object(), records)]));
-        if let Some(Order::Kill { .. }) = guest.watched.learn(&pool(), time(self.now), finding) {
+        let dead = self.marks[at].filter(|_| sees).map(|incarnation| Dead { incarnation, unix_millis: 0 });
+        let fence = find_in_fence(&guest.taker, &FenceSeen { dead, problem: None });
+        let records = if sees { Ok(self.records.clone()) } else { Err("not read".to_owned()) };
+        let in_records = find_in_records(&holding, &BTreeMap::from([(object(), records)]));
+        let (pool, now) = (pool(), time(self.now));
+        let first = guest.watched.learn_of_fence(&pool, now, fence);
+        let order = first.or_else(|| guest.watched.learn_of_records(&pool, now, in_records));
+        if let Some(Order::Kill { .. }) = order {
             guest.step = Step::Reaped;
         }
         self.set(at, guest);

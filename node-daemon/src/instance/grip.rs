@@ -39,6 +39,10 @@ impl Grip {
         }
     }
 
+    fn holds_a_process(&self) -> bool {
+        self.process.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
     fn tell(&self, input: Input) {
         // Nobody listens any more: it has ended.
         let _ = self.inputs.send(input);
@@ -55,7 +59,10 @@ pub fn thaw(cgroup: &Cgroup) {
 impl watch::Grip for Grip {
     fn freeze(&self, pool: &PoolId, problem: &str) {
         match self.cgroup.freeze() {
-            Ok(_) => {}
+            Ok(true) => {}
+            // Nothing runs yet: it is told again once something does.
+            Ok(false) if !self.holds_a_process() => {}
+            Ok(false) => return self.kill(pool, &format!("{problem}; the guest has no cgroup to freeze"), false),
             // What cannot be stopped must not go on.
             Err(error) => return self.kill(pool, &format!("{problem}; the guest could not be frozen: {error}"), false),
         }
@@ -74,6 +81,7 @@ impl watch::Grip for Grip {
 
     fn kill(&self, pool: &PoolId, why: &str, stood_still: bool) {
         let (reason, until) = match stood_still {
+            _ if !self.holds_a_process() => (EndReason::FencedWhileStill, "nothing of it ran yet"),
             true => (EndReason::FencedWhileStill, "it had stood still since before that"),
             false => (EndReason::Fenced, "until then the guest ran"),
         };

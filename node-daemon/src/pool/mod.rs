@@ -176,8 +176,9 @@ impl TakeError {
     /// How an Instance ends that needed this object.
     pub fn end_reason(&self) -> v1::EndReason {
         match &self.cause {
-            TakeFailure::Conflict(Conflict::Refused(_) | Conflict::Released(_)) => v1::EndReason::NotStarted,
-            TakeFailure::Conflict(Conflict::Isolated { .. }) => v1::EndReason::Fenced,
+            TakeFailure::Conflict(Conflict::Refused(_) | Conflict::Released(_) | Conflict::Isolated { .. }) => {
+                v1::EndReason::NotStarted
+            }
             TakeFailure::Conflict(_) => v1::EndReason::HolderConflict,
             TakeFailure::Pool(_) | TakeFailure::Image(_) => v1::EndReason::StorageFailed,
         }

@@ -83,6 +83,13 @@ impl Pool {
         }
     }
 
+    /// The highest incarnation of this node that the pool says is dead.
+    pub fn own_mark(&self) -> Result<Option<Incarnation>, PoolError> {
+        self.verify()?;
+        let fence = fence::read(&self.path, &self.node).map_err(PoolError::Fence)?;
+        Ok(fence.and_then(|fence| fence.highest).map(|mark| mark.incarnation))
+    }
+
     /// The highest incarnation of this node that the pool says is dead, if it is this one or a later one. The fence file
     /// is there from here on, so that no cache can say that it is missing.
     fn isolated(&self, lived: Incarnation) -> Result<Option<Incarnation>, PoolError> {

@@ -125,7 +125,7 @@ fn the_dead_do_not_stop_the_living() {
     setup.on("c").take(&object(3, PredecessorEnd::Released), &taker("c")).unwrap();
     // The isolated node comes back with its old grant.
     let error = setup.on("a").take(&object(1, PredecessorEnd::None), &taker("a")).unwrap_err();
-    assert_eq!(error.end_reason(), v1::EndReason::Fenced);
+    assert_eq!(error.end_reason(), v1::EndReason::NotStarted);
 }
 
 /// Killed between any two steps of a take: the same Instance goes on.
@@ -377,7 +377,7 @@ fn who_is_marked_as_dead_takes_nothing_in_that_life() {
     fence::mark(setup.dir.path(), &"a".parse().unwrap(), Incarnation(1), &"b".parse().unwrap()).unwrap();
     let granted = object(1, PredecessorEnd::None);
     let error = a.take(&granted, &taker("a")).unwrap_err();
-    assert_eq!((error.end_reason(), error.object_use), (v1::EndReason::Fenced, ObjectUse::Refused), "{error}");
+    assert_eq!((error.end_reason(), error.object_use), (v1::EndReason::NotStarted, ObjectUse::Refused), "{error}");
     a.take(&object(2, PredecessorEnd::Refused), &Taker { incarnation: Incarnation(2), ..taker("a") }).unwrap();
 }
 

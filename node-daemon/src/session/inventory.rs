@@ -54,6 +54,8 @@ fn try_take<I: InstanceControl>(node: &Node<I>) -> Result<v1::Inventory, String>
 fn objects(pools: &Pools, own: &NodeId) -> Result<(Vec<v1::InventoryObject>, Option<Incarnation>), String> {
     let (mut all, mut highest) = (Vec::new(), None);
     for pool in pools.iter() {
+        // A number that is marked as dead there must not be lived again.
+        highest = pool.own_mark().map_err(|error| error.to_string())?.max(highest);
         for object in pool.objects().map_err(|error| error.to_string())? {
             let taken_by_us = object.last.iter().filter_map(|last| last.record.taker.as_ref());
             highest = taken_by_us.filter(|taker| taker.node == *own).map(|taker| taker.incarnation).max().max(highest);

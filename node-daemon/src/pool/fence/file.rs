@@ -55,6 +55,8 @@ pub struct Fence {
     pub beat: Result<Option<Beat>, FenceError>,
     /// The highest. An error: what is written there cannot be read, and may be one.
     pub mark: Result<Option<Mark>, FenceError>,
+    /// The highest that can be read, also where another one cannot.
+    pub highest: Option<Mark>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -93,7 +95,7 @@ pub fn read(pool: &Path, node: &NodeId) -> Result<Option<Fence>, FenceError> {
         };
         let bytes = block::read(&file, LENGTH).map_err(failed("read", &path))?;
         let (owner, marks) = bytes.split_at(BLOCK);
-        let (owner, marks) = (block::decode::<Beat>(owner, FORMAT), read_marks(marks));
+        let (owner, (highest, marks)) = (block::decode::<Beat>(owner, FORMAT), read_marks(marks));
         if !last && (owner == Said::Garbled || marks == Said::Garbled) {
             thread::sleep(BETWEEN_READS);
             continue;
@@ -101,6 +103,7 @@ pub fn read(pool: &Path, node: &NodeId) -> Result<Option<Fence>, FenceError> {
         return Ok(Some(Fence {
             beat: said(owner, &path, || FenceError::Damaged { path: path.clone() }),
             mark: said(marks, &path, || FenceError::DamagedMark { path: path.clone() }),
+            highest,
         }));
     }
     unreachable!("the last read returns")
@@ -115,9 +118,10 @@ fn said<T>(said: Said<T>, path: &Path, damaged: impl FnOnce() -> FenceError) -> 
     }
 }
 
-/// The highest of all marks. One that cannot be read may be higher than the others.
-fn read_marks(blocks: &[u8]) -> Said<Mark> {
+/// The highest of all marks that can be read, and of all: one that cannot be read may be higher than the others.
+fn read_marks(blocks: &[u8]) -> (Option<Mark>, Said<Mark>) {
     let mut highest: Option<Mark> = None;
+    let mut unclear = None;
     for block in blocks.chunks(BLOCK) {
         match block::decode::<Mark>(block, FORMAT) {
             Said::Nothing => {}
@@ -126,10 +130,11 @@ fn read_marks(blocks: &[u8]) -> Said<Mark> {
                     highest = Some(mark);
                 }
             }
-            unclear => return unclear,
+            said => unclear = Some(said),
         }
     }
-    highest.map_or(Said::Nothing, Said::Text)
+    let all = unclear.unwrap_or_else(|| highest.clone().map_or(Said::Nothing, Said::Text));
+    (highest, all)
 }
 
 /// Makes the file with its whole length, so that the others know that they share the pool with this node, and fails
@@ -175,13 +180,12 @@ pub fn mark(pool: &Path, victim: &NodeId, dead: Incarnation, by: &NodeId) -> Res
     if is_marked(pool, victim, dead)? { Ok(()) } else { Err(FenceError::NotKept { path }) }
 }
 
+/// What is damaged beside it stops nobody: the victim takes that for a reason to stand still anyhow.
 fn is_marked(pool: &Path, victim: &NodeId, dead: Incarnation) -> Result<bool, FenceError> {
     let Some(fence) = read(pool, victim)? else { return Ok(false) };
     match fence.mark {
-        Ok(mark) => Ok(mark.is_some_and(|mark| mark.incarnation >= dead)),
-        // A half of a mark is written anew.
-        Err(FenceError::DamagedMark { .. }) => Ok(false),
-        Err(error) => Err(error),
+        Err(error @ FenceError::LaterFormat { .. }) => Err(error),
+        _ => Ok(fence.highest.is_some_and(|mark| mark.incarnation >= dead)),
     }
 }
 

@@ -16,5 +16,5 @@ mod block;
 mod file;
 mod heart;
 
-pub use file::{Beat, FenceError, mark, read, sign_in};
+pub use file::{Beat, Fence, FenceError, mark, read, sign_in};
 pub use heart::{Heart, Life};

@@ -107,8 +107,12 @@ fn a_damaged_mark_may_be_one_and_is_mended_by_who_makes_it() {
     fs::write(&path, &bytes).unwrap();
     let fence = read(pool, &node()).unwrap().unwrap();
     assert!(matches!(fence.mark, Err(FenceError::DamagedMark { .. })));
-    mark(pool, &node(), Incarnation(2), &other()).unwrap();
-    assert_eq!(marked(pool), Some(2));
+    // Another one can be made beside it, and is heard though the damaged one may be higher.
+    mark(pool, &node(), Incarnation(3), &other()).unwrap();
+    let fence = read(pool, &node()).unwrap().unwrap();
+    assert_eq!(fence.highest.map(|mark| mark.incarnation), Some(Incarnation(3)));
+    mark(pool, &node(), Incarnation(6), &other()).unwrap();
+    assert_eq!(marked(pool), Some(6), "in the block of the damaged one");
 }
 
 #[test]

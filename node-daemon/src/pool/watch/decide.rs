@@ -49,30 +49,42 @@ pub struct Holding {
     pub objects: Vec<(ObjectUid, Epoch)>,
 }
 
-/// What one look at a pool shows of one holding.
+/// What the records show of one holding.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Finding {
     Lost(Loss),
-    /// Fence file and records say that it holds.
     Holds,
-    /// The fence file says nothing against it, and of the records nobody knows: enough for a guest that runs, since whoever
-    /// takes over marks the fence file first.
-    Undisputed(String),
-    /// The fence file says nothing.
+    /// Of the records nobody knows. With a fence file that says nothing against it that is enough for a guest that runs,
+    /// since whoever takes over marks that first; what stands still is not thawed by it.
+    Unclear(String),
+}
+
+/// What the node's fence file says: the highest mark that can be read, and why there may be a higher one.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FenceSeen {
+    pub dead: Option<Dead>,
+    pub problem: Option<String>,
+}
+
+/// What the fence file alone shows. It can end a right; that everything holds only the records can prove.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FenceFinding {
+    Lost(Loss),
+    Undisputed,
     Unknown(String),
 }
 
-/// What the node's fence file says: the highest mark; or why it says nothing.
-pub type FenceSeen = Result<Option<Dead>, String>;
-
-/// `records` are those of each of the holding's objects, as far as they were asked for.
-pub fn find(holding: &Holding, fence: &FenceSeen, records: &BTreeMap<ObjectUid, Result<Records, String>>) -> Finding {
-    if let Ok(Some(dead)) = fence
-        && dead.incarnation >= holding.taker.incarnation
-    {
-        return Finding::Lost(Loss::Isolated(*dead));
+pub fn find_in_fence(taker: &Taker, fence: &FenceSeen) -> FenceFinding {
+    match (&fence.dead, &fence.problem) {
+        (Some(dead), _) if dead.incarnation >= taker.incarnation => FenceFinding::Lost(Loss::Isolated(*dead)),
+        (_, Some(problem)) => FenceFinding::Unknown(problem.clone()),
+        (_, None) => FenceFinding::Undisputed,
     }
-    let mut unclear = None;
+}
+
+/// What the records of all of its objects show, of a holding that has taken them.
+pub fn find_in_records(holding: &Holding, records: &BTreeMap<ObjectUid, Result<Records, String>>) -> Finding {
+    let mut unclear = holding.objects.is_empty().then(|| "nobody knows what it holds".to_owned());
     for (uid, epoch) in &holding.objects {
         let hold = match records.get(uid) {
             Some(Ok(records)) => records.hold(*epoch, &holding.taker),
@@ -85,11 +97,7 @@ pub fn find(holding: &Holding, fence: &FenceSeen, records: &BTreeMap<ObjectUid, 
             Hold::Unclear(problem) => unclear = Some(problem),
         }
     }
-    match (fence, unclear) {
-        (Err(problem), _) => Finding::Unknown(problem.clone()),
-        (Ok(_), Some(problem)) => Finding::Undisputed(problem),
-        (Ok(_), None) => Finding::Holds,
-    }
+    unclear.map_or(Finding::Holds, Finding::Unclear)
 }
 
 /// Whether the guest may run.
@@ -152,36 +160,60 @@ impl Watched {
         &self.pulse
     }
 
-    /// Takes in what a look found that began at `begun`. The order is obeyed before anything else is learned.
+    /// Takes in what a look found in the fence file that began at `begun`. The order is obeyed before anything else is
+    /// learned.
     #[must_use]
-    pub fn learn(&mut self, pool: &PoolId, begun: BootTime, finding: Finding) -> Option<Order> {
+    pub fn learn_of_fence(&mut self, pool: &PoolId, begun: BootTime, finding: FenceFinding) -> Option<Order> {
         let proof = self.pools.get_mut(pool)?;
         match finding {
-            Finding::Lost(loss) => {
-                let still = match std::mem::replace(&mut self.pulse, Pulse::Killed) {
-                    Pulse::Killed => return None,
-                    Pulse::Frozen { since, .. } => Some(since),
-                    Pulse::Runs => None,
-                };
-                return Some(Order::Kill { pool: pool.clone(), loss, still });
-            }
-            Finding::Unknown(problem) => proof.problem = Some(problem),
-            Finding::Undisputed(problem) => {
+            FenceFinding::Lost(loss) => self.lose(pool, loss),
+            FenceFinding::Undisputed => {
                 proof.undisputed = begun;
-                proof.problem = Some(problem);
+                None
+            }
+            FenceFinding::Unknown(problem) => {
+                proof.problem = Some(problem.clone());
+                self.tell(pool, problem)
+            }
+        }
+    }
+
+    /// The same of the records, whose look began after the fence file was read and said nothing against it.
+    #[must_use]
+    pub fn learn_of_records(&mut self, pool: &PoolId, begun: BootTime, finding: Finding) -> Option<Order> {
+        let proof = self.pools.get_mut(pool)?;
+        match finding {
+            Finding::Lost(loss) => return self.lose(pool, loss),
+            Finding::Unclear(problem) => {
+                proof.problem = Some(problem.clone());
+                return self.tell(pool, problem);
             }
             Finding::Holds => *proof = Proof { undisputed: begun, whole: Some(begun), problem: None },
         }
-        let Pulse::Frozen { since, why } = &self.pulse else { return None };
-        let since = *since;
+        let Pulse::Frozen { since, .. } = &self.pulse else { return None };
         // One that began before it stood still may have read what is not true any more; and so may an old one.
-        let is_proof = |whole: BootTime| whole > since && begun.since(whole) <= self.freeze_after;
-        if self.pools.values().all(|proof| proof.whole.is_some_and(is_proof)) {
-            self.pulse = Pulse::Runs;
-            return Some(Order::Thaw);
+        let is_proof = |whole: BootTime| whole > *since && begun.since(whole) <= self.freeze_after;
+        if !self.pools.values().all(|proof| proof.whole.is_some_and(is_proof)) {
+            return None;
         }
-        let problem = self.pools[pool].problem.clone()?;
+        self.pulse = Pulse::Runs;
+        Some(Order::Thaw)
+    }
+
+    fn lose(&mut self, pool: &PoolId, loss: Loss) -> Option<Order> {
+        let still = match std::mem::replace(&mut self.pulse, Pulse::Killed) {
+            Pulse::Killed => return None,
+            Pulse::Frozen { since, .. } => Some(since),
+            Pulse::Runs => None,
+        };
+        Some(Order::Kill { pool: pool.clone(), loss, still })
+    }
+
+    /// Why it stands still, if it does and that is news.
+    fn tell(&mut self, pool: &PoolId, problem: String) -> Option<Order> {
+        let Pulse::Frozen { since, why } = &self.pulse else { return None };
         let is_news = why.as_ref().is_none_or(|(told_of, told)| told_of == pool && *told != problem);
+        let since = *since;
         is_news.then(|| {
             self.pulse = Pulse::Frozen { since, why: Some((pool.clone(), problem.clone())) };
             Order::Freeze { pool: pool.clone(), problem }

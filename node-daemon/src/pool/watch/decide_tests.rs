@@ -47,44 +47,45 @@ fn taken(records: &mut Records, epoch: u64, end: PredecessorEnd, by: Option<Take
 fn what_a_look_means() {
     let mine = taker("a");
     let holding = Holding { taker: mine.clone(), objects: vec![(uid(), Epoch(1))] };
-    let word = |fence: FenceSeen, records: Result<Records, String>| {
-        let of_object = BTreeMap::from([(uid(), records)]);
-        match find(&holding, &fence, &of_object) {
-            Finding::Lost(Loss::Isolated(_)) => "isolated",
-            Finding::Lost(Loss::Object { .. }) => "lost",
-            Finding::Holds => "holds",
-            Finding::Undisputed(_) => "undisputed",
-            Finding::Unknown(_) => "unknown",
+    let fence = |incarnation: Option<u64>, problem: Option<&str>| {
+        let seen = FenceSeen { dead: incarnation.map(dead), problem: problem.map(str::to_owned) };
+        match find_in_fence(&mine, &seen) {
+            FenceFinding::Lost(_) => "lost",
+            FenceFinding::Undisputed => "undisputed",
+            FenceFinding::Unknown(_) => "unknown",
         }
     };
-    let marked = |incarnation| Ok(Some(dead(incarnation)));
-    let unreadable = || Err("EIO".to_owned());
-    let well = || Ok(records(&mine, |_| ()));
+    assert_eq!(fence(None, None), "undisputed");
+    assert_eq!(fence(Some(2), None), "undisputed", "an earlier life of this node");
+    assert_eq!(fence(Some(3), None), "lost");
+    assert_eq!(fence(Some(4), Some("a block is damaged")), "lost");
+    assert_eq!(fence(Some(2), Some("a block is damaged")), "unknown", "it may be the one");
+    assert_eq!(fence(None, Some("EIO")), "unknown");
+
+    let word = |holding: &Holding, records: Result<Records, String>| match find_in_records(
+        holding,
+        &BTreeMap::from([(uid(), records)]),
+    ) {
+        Finding::Lost(_) => "lost",
+        Finding::Holds => "holds",
+        Finding::Unclear(_) => "unclear",
+    };
     let other = || Some(taker("b"));
     let deletes = || Some(Taker { by: By::Operation(Operation::Deletion), ..taker("b") });
-    let with = |change: &dyn Fn(&mut Records)| Ok(records(&mine, change));
-    let voided = || with(&|it| taken(it, 2, PredecessorEnd::Isolated, other()));
-    assert_eq!(word(Ok(None), well()), "holds");
-    assert_eq!(word(marked(2), well()), "holds", "an earlier life of this node");
-    assert_eq!(word(marked(3), well()), "isolated");
-    assert_eq!(word(marked(4), Err("EIO".to_owned())), "isolated");
-    assert_eq!(word(Ok(None), voided()), "lost", "the mark was lost");
-    assert_eq!(word(unreadable(), voided()), "lost");
-    assert_eq!(word(unreadable(), well()), "unknown");
-    assert_eq!(word(Ok(None), Err("damaged".to_owned())), "undisputed");
-    assert_eq!(word(Ok(None), Ok(Records::default())), "undisputed", "the own record is gone");
-    for (what, change, expected) in [
+    let well = || Ok(records(&mine, |_| ()));
+    assert_eq!(word(&holding, well()), "holds");
+    assert_eq!(word(&Holding { objects: vec![], ..holding.clone() }, well()), "unclear", "nobody knows what it holds");
+    assert_eq!(word(&holding, Err("damaged".to_owned())), "unclear");
+    assert_eq!(word(&holding, Ok(Records::default())), "unclear", "the own record is gone");
+    let cases: [(&str, Change, &str); 6] = [
         // Whoever was told so finds the open record and refuses.
-        (
-            "a false grant is tried",
-            Box::new(|it: &mut Records| taken(it, 2, PredecessorEnd::Released, other())) as Box<dyn Fn(&mut Records)>,
-            "holds",
-        ),
-        ("it is being deleted", Box::new(|it: &mut Records| taken(it, 2, PredecessorEnd::Isolated, deletes())), "lost"),
-        ("somebody else's record", Box::new(|it: &mut Records| taken(it, 1, PredecessorEnd::None, other())), "lost"),
+        ("a false grant", Box::new(move |it| taken(it, 2, PredecessorEnd::Released, other())), "holds"),
+        ("taken over", Box::new(move |it| taken(it, 2, PredecessorEnd::Isolated, other())), "lost"),
+        ("it is being deleted", Box::new(move |it| taken(it, 2, PredecessorEnd::Isolated, deletes())), "lost"),
+        ("somebody else's record", Box::new(move |it| taken(it, 1, PredecessorEnd::None, other())), "lost"),
         (
             "refused by one who was told that this one is dead",
-            Box::new(|it: &mut Records| {
+            Box::new(move |it| {
                 let record = Record { taker: other(), grant: grant(2, PredecessorEnd::Isolated) };
                 it.0.entry(Epoch(2)).or_default().refused = Some(record);
             }),
@@ -92,16 +93,19 @@ fn what_a_look_means() {
         ),
         (
             "its release is on record",
-            Box::new(|it: &mut Records| {
+            Box::new(|it| {
                 let own = it.0.get_mut(&Epoch(1)).unwrap();
                 own.released.clone_from(&own.taken);
             }),
             "lost",
         ),
-    ] {
-        assert_eq!(word(Ok(None), with(&*change)), expected, "{what}");
+    ];
+    for (what, change, expected) in cases {
+        assert_eq!(word(&holding, Ok(records(&mine, change))), expected, "{what}");
     }
 }
+
+type Change = Box<dyn FnOnce(&mut Records)>;
 
 fn watched(pools: &[&str]) -> Watched {
     Watched::begin(pools.iter().map(|name| pool(name)), at(0), false, LIMIT)
@@ -124,22 +128,36 @@ fn word(order: Option<Order>) -> &'static str {
     }
 }
 
+fn unknown() -> FenceFinding {
+    FenceFinding::Unknown("EIO".into())
+}
+
+fn unclear() -> Finding {
+    Finding::Unclear("damaged".into())
+}
+
+/// A whole look that found nothing against it.
+fn well(it: &mut Watched, name: &str, second: u64) -> &'static str {
+    let first = it.learn_of_fence(&pool(name), at(second), FenceFinding::Undisputed);
+    assert_eq!(first, None);
+    word(it.learn_of_records(&pool(name), at(second), Finding::Holds))
+}
+
 #[test]
 fn a_pool_that_says_nothing_freezes_and_only_a_later_proof_thaws() {
     let mut it = watched(&["p", "q"]);
-    let learn = |it: &mut Watched, name, second, finding| word(it.learn(&pool(name), at(second), finding));
     assert_eq!(word(it.tick(at(15))), "");
-    assert_eq!(learn(&mut it, "q", 14, Finding::Holds), "");
+    assert_eq!(well(&mut it, "q", 14), "");
     assert_eq!(word(it.tick(at(16))), "freeze", "nothing of p");
     assert_eq!(word(it.tick(at(99))), "");
-    assert_eq!(learn(&mut it, "p", 15, Finding::Holds), "", "begun before");
-    assert_eq!(learn(&mut it, "p", 20, Finding::Holds), "", "q may have been lost meanwhile");
-    assert_eq!(learn(&mut it, "q", 21, Finding::Undisputed("damaged".into())), "", "no proof");
-    assert_eq!(learn(&mut it, "q", 23, Finding::Unknown("EIO".into())), "");
-    assert_eq!(learn(&mut it, "p", 24, Finding::Unknown("EIO".into())), "freeze", "told anew");
-    assert_eq!(learn(&mut it, "p", 26, Finding::Unknown("EIO".into())), "");
-    assert_eq!(learn(&mut it, "p", 28, Finding::Holds), "");
-    assert_eq!(learn(&mut it, "q", 29, Finding::Holds), "thaw");
+    assert_eq!(well(&mut it, "p", 15), "", "begun before");
+    assert_eq!(well(&mut it, "p", 20), "", "q may have been lost meanwhile");
+    assert_eq!(word(it.learn_of_fence(&pool("q"), at(21), FenceFinding::Undisputed)), "", "the fence file alone");
+    assert_eq!(word(it.learn_of_records(&pool("q"), at(21), unclear())), "", "no proof");
+    assert_eq!(word(it.learn_of_fence(&pool("p"), at(24), unknown())), "freeze", "told anew");
+    assert_eq!(word(it.learn_of_fence(&pool("p"), at(26), unknown())), "");
+    assert_eq!(well(&mut it, "p", 28), "");
+    assert_eq!(well(&mut it, "q", 29), "thaw");
     assert_eq!((word(it.tick(at(43))), word(it.tick(at(44)))), ("", "freeze"));
 }
 
@@ -147,8 +165,9 @@ fn a_pool_that_says_nothing_freezes_and_only_a_later_proof_thaws() {
 fn a_loss_kills_also_what_stands_still_and_nothing_brings_it_back() {
     for frozen in [false, true] {
         let mut it = Watched::begin([pool("p")], at(0), frozen, LIMIT);
-        assert_eq!(word(it.learn(&pool("p"), at(1), Finding::Lost(loss()))), "kill");
-        assert_eq!(word(it.learn(&pool("p"), at(2), Finding::Holds)), "");
+        assert_eq!(word(it.learn_of_fence(&pool("p"), at(1), FenceFinding::Lost(loss()))), "kill");
+        assert_eq!(word(it.learn_of_records(&pool("p"), at(2), Finding::Lost(loss()))), "");
+        assert_eq!(well(&mut it, "p", 3), "");
         assert_eq!(word(it.tick(at(99))), "");
         assert_eq!(it.pulse(), &Pulse::Killed);
     }
@@ -158,7 +177,8 @@ fn a_loss_kills_also_what_stands_still_and_nothing_brings_it_back() {
 fn records_that_cannot_be_read_stop_no_guest_that_runs() {
     let mut it = watched(&["p"]);
     for second in 1..100 {
-        assert_eq!(word(it.learn(&pool("p"), at(second), Finding::Undisputed("damaged".into()))), "");
+        assert_eq!(word(it.learn_of_fence(&pool("p"), at(second), FenceFinding::Undisputed)), "");
+        assert_eq!(word(it.learn_of_records(&pool("p"), at(second), unclear())), "");
         assert_eq!(word(it.tick(at(second))), "");
     }
 }
@@ -177,10 +197,17 @@ proptest! {
             let index = usize::from(which);
             let id = pool(names[index]);
             match what {
-                0 => { let _ = it.learn(&id, at(now), Finding::Holds); undisputed[index] = now; }
-                1 => { let _ = it.learn(&id, at(now), Finding::Unknown("EIO".into())); }
-                2 => { let _ = it.learn(&id, at(now), Finding::Undisputed("gone".into())); undisputed[index] = now; }
-                3 if which == 1 && now % 7 == 0 => { let _ = it.learn(&id, at(now), Finding::Lost(loss())); is_lost = true; }
+                0 => { let _ = well(&mut it, names[index], now); undisputed[index] = now; }
+                1 => { let _ = it.learn_of_fence(&id, at(now), unknown()); }
+                2 => {
+                    let _ = it.learn_of_fence(&id, at(now), FenceFinding::Undisputed);
+                    let _ = it.learn_of_records(&id, at(now), unclear());
+                    undisputed[index] = now;
+                }
+                3 if which == 1 && now % 7 == 0 => {
+                    let _ = it.learn_of_fence(&id, at(now), FenceFinding::Lost(loss()));
+                    is_lost = true;
+                }
                 _ => { now += 4; let _ = it.tick(at(now)); }
             }
             if it.pulse() == &Pulse::Runs {

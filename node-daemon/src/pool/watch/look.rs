@@ -6,7 +6,7 @@ use kibo_crds::{NodeId, ObjectUid, PoolId};
 
 use super::{
     Place,
-    decide::{Dead, FenceSeen},
+    decide::{Dead, FenceSeen, Holding},
 };
 use crate::pool::{fence, marker, record_files, records::Records};
 
@@ -21,29 +21,35 @@ impl Looker {
         &self.place.id
     }
 
-    /// The fence file first: what is marked there need not wait for the records of many objects.
-    pub fn look<'u>(
-        &self,
-        objects: impl Iterator<Item = &'u ObjectUid>,
-    ) -> (FenceSeen, BTreeMap<ObjectUid, Result<Records, String>>) {
-        let fence = self.fence();
-        let records = objects.map(|uid| {
+    /// The records of each of a holding's objects.
+    pub fn records(&self, holding: &Holding) -> BTreeMap<ObjectUid, Result<Records, String>> {
+        let records = holding.objects.iter().map(|(uid, _)| {
             let dir = self.place.path.join(marker::OBJECTS).join(uid.as_str());
             (uid.clone(), record_files::list(&dir).map_err(|error| error.to_string()))
         });
-        (fence, records.collect())
+        records.collect()
     }
 
-    fn fence(&self) -> FenceSeen {
+    /// What this node's fence file says, read afresh.
+    pub fn fence(&self) -> FenceSeen {
+        let nothing = |problem| FenceSeen { dead: None, problem: Some(problem) };
+        match self.read_fence() {
+            Err(problem) => nothing(problem),
+            Ok(None) => nothing("this node's fence file is gone".to_owned()),
+            Ok(Some(fence)) => FenceSeen {
+                dead: fence.highest.map(|mark| Dead { incarnation: mark.incarnation, unix_millis: mark.unix_millis }),
+                problem: fence.mark.err().map(|error| error.to_string()),
+            },
+        }
+    }
+
+    fn read_fence(&self) -> Result<Option<fence::Fence>, String> {
         let marker = marker::read(&self.place.path, &self.place.id).map_err(|error| error.to_string())?;
         let uid = self.place.uid.get_or_init(|| marker.uid.clone());
         if *uid != marker.uid {
             let (path, expected, found) = (self.place.path.clone(), uid.clone(), marker.uid);
             return Err(marker::MarkerError::OtherUid { path, expected, found }.to_string());
         }
-        let read = fence::read(&self.place.path, &self.node).map_err(|error| error.to_string())?;
-        let fence = read.ok_or_else(|| "this node's fence file is gone".to_owned())?;
-        let mark = fence.mark.map_err(|error| error.to_string())?;
-        Ok(mark.map(|mark| Dead { incarnation: mark.incarnation, unix_millis: mark.unix_millis }))
+        fence::read(&self.place.path, &self.node).map_err(|error| error.to_string())
     }
 }

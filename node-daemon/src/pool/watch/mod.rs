@@ -12,7 +12,7 @@ mod look;
 mod tests;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     io,
     path::PathBuf,
     sync::{
@@ -30,7 +30,7 @@ use crate::{
     clock::{self, BootTime},
     launch::{Launch, Taker},
 };
-use decide::{Finding, Holding, Loss, Order, Pulse, Watched};
+use decide::{FenceFinding, Finding, Holding, Loss, Order, Pulse, Watched};
 
 /// How often a pool is read while it is in use.
 pub const EVERY: Duration = Duration::from_secs(2);
@@ -112,6 +112,13 @@ impl Registration {
 }
 
 impl User {
+    fn obey_if(&mut self, instance: InstanceId, order: Option<Order>) {
+        if let Some(order) = order {
+            tracing::warn!(%instance, ?order, "a pool has a say in whether an Instance may run");
+            self.obey(order);
+        }
+    }
+
     fn obey(&mut self, order: Order) {
         match &order {
             Order::Freeze { pool, problem } => self.grip.freeze(pool, problem),
@@ -201,7 +208,7 @@ impl Watch {
         for pool in objects.keys().filter(|pool| !self.wake.contains_key(pool)) {
             let problem = "this node's configuration does not declare it any more".to_owned();
             // Whether anything follows is for the clock to say.
-            let _ = watched.learn(pool, now, Finding::Unknown(problem));
+            let _ = watched.learn_of_fence(pool, now, FenceFinding::Unknown(problem));
         }
         let number = self.numbers.fetch_add(1, Ordering::Relaxed);
         let pools: Vec<_> = objects.keys().cloned().collect();
@@ -246,39 +253,31 @@ fn while_watched(users: &Weak<Users>, woken: &Receiver<()>, every: Duration, mut
     }
 }
 
-/// Nothing is held while the file system is asked: who comes or goes meanwhile is not affected.
+/// Nothing is held while the file system is asked: who comes or goes meanwhile is not affected. What the fence file says
+/// is acted upon before any record is read.
 fn look_at(pool: &look::Looker, users: &Users) {
     let begun = BootTime::now();
-    let in_use: BTreeMap<InstanceId, (Holding, bool)> = {
-        let users = lock(users);
-        let of = |user: &User| {
-            let objects = user.objects.get(pool.id())?.clone();
-            Some((Holding { taker: user.taker.clone(), objects }, user.runs))
-        };
-        users.iter().filter_map(|(instance, user)| Some((*instance, of(user)?))).collect()
-    };
-    if in_use.is_empty() {
-        return;
-    }
-    let wanted: BTreeSet<_> =
-        in_use.values().filter(|(_, runs)| *runs).flat_map(|(holding, _)| &holding.objects).collect();
-    let (fence, records) = pool.look(wanted.into_iter().map(|(uid, _)| uid));
-    for (instance, (mut holding, runs)) in in_use {
-        if !runs {
-            // What it takes is not taken yet, and looked at where it is.
-            holding.objects.clear();
+    let fence = pool.fence();
+    let mut undisputed = Vec::new();
+    for (instance, user) in lock(users).iter_mut().filter(|(_, user)| user.objects.contains_key(pool.id())) {
+        let finding = decide::find_in_fence(&user.taker, &fence);
+        if finding == FenceFinding::Undisputed && user.runs {
+            let objects = user.objects[pool.id()].clone();
+            undisputed.push((*instance, Holding { taker: user.taker.clone(), objects }));
         }
-        let finding = decide::find(&holding, &fence, &records);
+        let order = user.watched.learn_of_fence(pool.id(), begun, finding);
+        user.obey_if(*instance, order);
+    }
+    for (instance, holding) in undisputed {
+        let finding = decide::find_in_records(&holding, &pool.records(&holding));
         let mut users = lock(users);
         // Another of the same id is never begun; one that is gone has let go of everything.
         let Some(user) = users.get_mut(&instance) else { continue };
-        if let Finding::Undisputed(problem) | Finding::Unknown(problem) = &finding {
-            tracing::debug!(pool = %pool.id(), %instance, problem, "whether an Instance still holds its disks is not proven");
+        if let Finding::Unclear(problem) = &finding {
+            tracing::debug!(pool = %pool.id(), %instance, problem, "that an Instance still holds its disks is not proven");
         }
-        if let Some(order) = user.watched.learn(pool.id(), begun, finding) {
-            tracing::warn!(pool = %pool.id(), %instance, ?order, "a pool has a say in whether an Instance may run");
-            user.obey(order);
-        }
+        let order = user.watched.learn_of_records(pool.id(), begun, finding);
+        user.obey_if(instance, order);
     }
 }
 
