@@ -157,7 +157,7 @@ fn disks(directory: &Path, launch: &Launch) -> Result<Vec<TakenObject>> {
         let object = &granted.object;
         let directory = directory.join(object.uid.as_str());
         fs::create_dir(&directory)?;
-        pool::ensure_image(&directory, &object.uid, object.size, object.must_exist)?;
+        pool::ensure_image(&directory, object)?;
         let (file, is_direct) = pool::open_image(&directory, false)?;
         let (uid, pool, epoch, size) = (object.uid.clone(), object.pool.clone(), granted.grant.epoch, object.size);
         Ok(TakenObject { uid, pool, epoch, size, file, is_direct })
@@ -201,6 +201,7 @@ fn launch(instance: InstanceId, volume: bool) -> Result<Launch> {
         must_exist: false,
         pool_capacity_bytes: None,
         grant: Some(v1::Grant { epoch: 1, predecessor_epoch: 0, predecessor_end: v1::PredecessorEnd::None.into() }),
+        grows_from_bytes: 0,
     };
     let mount = v1::VolumeMount { object: Some(object()), mount_path: "/data".to_owned() };
     let memory = Bytes::mib(MEMORY_MIB).0;

@@ -21,6 +21,10 @@ pub enum ConditionType {
     Paused,
     /// A host that was declared dead ran on while another may have used the same disk.
     TwoWriters,
+    /// Only while its writable layer (or, of a Volume, its image) has another size than was asked for: why.
+    Resized,
+    /// Only while the Volume that its spec names is not bound to it: why.
+    VolumeBound,
     // Node
     Ready,
     Schedulable,

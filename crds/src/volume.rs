@@ -39,17 +39,23 @@ use crate::{
         .message("the move before is not finished: wait for status.move.state Finished, or take spec.move away, which cancels it while it is Copying")
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.move"),
+    validation = Rule::new(SIZE_GROWS)
+        .message("spec.size can only grow: it is absolute, and not smaller than the image that there is")
+        .reason(Reason::FieldValueInvalid)
+        .field_path(".spec.size"),
+    validation = Rule::new("self.spec.size == oldSelf.spec.size || !(has(oldSelf.status) && has(oldSelf.status.grantedFor))")
+        .message("size can change only while no Workspace runs with the Volume: stop it first")
+        .reason(Reason::FieldValueForbidden)
+        .field_path(".spec.size"),
 )]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
     validation = Rule::new("has(self.pool) == has(oldSelf.pool) && (!has(self.pool) || self.pool == oldSelf.pool)")
         .message("spec.pool is immutable: move the Volume instead")
         .reason(Reason::FieldValueForbidden),
-    validation = Rule::new("!isQuantity(string(self.size)) || !isQuantity(string(oldSelf.size)) || quantity(string(self.size)).compareTo(quantity(string(oldSelf.size))) >= 0")
-        .message("spec.size can only grow")
-        .reason(Reason::FieldValueInvalid),
 )]
 pub struct VolumeSpec {
+    /// Absolute. An image that exists grows at the next start of a Workspace that binds it.
     pub size: SizeQuantity,
     /// Where its bytes live; absent: the default pool of the node that makes it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -58,6 +64,16 @@ pub struct VolumeSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub r#move: Option<MoveRequest>,
 }
+
+/// What exists does not shrink. While nothing does, the size that was asked for counts; a size that was refused because
+/// its pool cannot hold it may be lowered again. A quantity of a number in the status would be of unbounded cost to the
+/// API server's estimate; as a float every size in bounds is exact.
+const SIZE_GROWS: &str = "\
+!isQuantity(string(self.spec.size)) || self.spec.size == oldSelf.spec.size \
+|| (has(oldSelf.status) && has(oldSelf.status.size) \
+? quantity(string(self.spec.size)).asApproximateFloat() >= double(oldSelf.status.size) \
+: !isQuantity(string(oldSelf.spec.size)) \
+|| quantity(string(self.spec.size)).compareTo(quantity(string(oldSelf.spec.size))) >= 0)";
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
@@ -83,6 +99,9 @@ pub struct VolumeStatus {
     /// Size of the image; absent until a node has made it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size: Option<Bytes>,
+    /// What the next start makes it, when that is more.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub grow_to: Option<Bytes>,
     /// The newest grant that was ever given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub epoch: Option<Epoch>,

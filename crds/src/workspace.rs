@@ -51,6 +51,14 @@ use crate::{
         .message("writableLayer can change only while the Workspace holds no execution: stop it first")
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.writableLayer"),
+    validation = Rule::new(LAYER_GROWS)
+        .message("writableLayer.size can only grow: it is absolute, and not smaller than the layer that there is")
+        .reason(Reason::FieldValueInvalid)
+        .field_path(".spec.writableLayer.size"),
+    validation = Rule::new("(has(self.spec.volume) == has(oldSelf.spec.volume) && (!has(self.spec.volume) || self.spec.volume == oldSelf.spec.volume)) || !(has(self.status) && has(self.status.execution))")
+        .message("volume can change only while the Workspace holds no execution: stop it first")
+        .reason(Reason::FieldValueForbidden)
+        .field_path(".spec.volume"),
     validation = Rule::new("(has(self.spec.network) == has(oldSelf.spec.network) && (!has(self.spec.network) || self.spec.network == oldSelf.spec.network)) || !(has(self.status) && has(self.status.execution))")
         .message("network can change only while the Workspace holds no execution: stop it first")
         .reason(Reason::FieldValueForbidden)
@@ -70,9 +78,9 @@ use crate::{
 )]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
-    validation = Rule::new("has(self.volume) == has(oldSelf.volume) && (!has(self.volume) || self.volume == oldSelf.volume)")
-        .message("spec.volume is immutable")
-        .reason(Reason::FieldValueForbidden),
+    validation = Rule::new("!has(self.volume) || !has(self.volume.new) || (has(oldSelf.volume) && has(oldSelf.volume.new) && self.volume.new == oldSelf.volume.new)")
+        .message("volume.new is for the creation of a Workspace: name an existing Volume in volume.claim")
+        .reason(Reason::FieldValueInvalid),
     validation = Rule::new("!has(self.power) || !has(oldSelf.power) || self.power.state == oldSelf.power.state || !has(oldSelf.power.requestId) || !has(self.power.requestId) || self.power.requestId != oldSelf.power.requestId")
         .message("power.requestId was already used with another state: choose a new requestId")
         .reason(Reason::FieldValueForbidden),
@@ -137,6 +145,19 @@ const POWER_REQUEST_ORDER: &str = "\
 || (self.spec.power.state == 'Stopped' && (!has(oldSelf.spec.power) || oldSelf.spec.power.state == 'Running' \
 || (has(self.spec.power.stopMode) && !has(oldSelf.spec.power.stopMode))))";
 
+/// What exists does not shrink. While nothing does, the size that was asked for counts; a size that was refused because
+/// its pool cannot hold it may be lowered again. A quantity of a number in the status would be of unbounded cost to the
+/// API server's estimate; as a float every size in bounds is exact.
+const LAYER_GROWS: &str = "\
+!has(self.spec.writableLayer) || !has(self.spec.writableLayer.size) || !isQuantity(string(self.spec.writableLayer.size)) \
+|| (has(oldSelf.spec.writableLayer) && has(oldSelf.spec.writableLayer.size) \
+&& self.spec.writableLayer.size == oldSelf.spec.writableLayer.size) \
+|| (has(oldSelf.status) && has(oldSelf.status.writableLayer) \
+? quantity(string(self.spec.writableLayer.size)).asApproximateFloat() >= double(oldSelf.status.writableLayer.size) \
+: !has(oldSelf.spec.writableLayer) || !has(oldSelf.spec.writableLayer.size) \
+|| !isQuantity(string(oldSelf.spec.writableLayer.size)) \
+|| quantity(string(self.spec.writableLayer.size)).compareTo(quantity(string(oldSelf.spec.writableLayer.size))) >= 0)";
+
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Resources {
@@ -152,17 +173,20 @@ pub struct Resources {
     validation = Rule::new("has(self.pool) == has(oldSelf.pool) && (!has(self.pool) || self.pool == oldSelf.pool)")
         .message("writableLayer.pool is immutable: move the layer instead")
         .reason(Reason::FieldValueForbidden),
-    validation = Rule::new("!has(self.size) || !has(oldSelf.size) || !isQuantity(string(self.size)) || !isQuantity(string(oldSelf.size)) || quantity(string(self.size)).compareTo(quantity(string(oldSelf.size))) >= 0")
-        .message("writableLayer.size can only grow")
-        .reason(Reason::FieldValueInvalid),
+    validation = Rule::new("!has(self.requestId) || !has(oldSelf.requestId) || self.requestId != oldSelf.requestId || (has(self.size) == has(oldSelf.size) && (!has(self.size) || self.size == oldSelf.size))")
+        .message("writableLayer.requestId was already used with another size: choose a new one, or take it away")
+        .reason(Reason::FieldValueForbidden),
 )]
 pub struct WritableLayer {
-    /// Absent: what the Template says.
+    /// Absolute; absent: what the Template says, or what the layer has. A layer that exists grows at the next start.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size: Option<SizeQuantity>,
     /// Absent: the default pool of the node of the first start.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<PoolId>,
+    /// Names this one change of the size; what came of it stands in `status.commands`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request_id: Option<CommandId>,
 }
 
 /// The network of the guest. It never reaches its host, other guests or link-local addresses.
@@ -365,6 +389,9 @@ pub struct WorkspaceStatus {
     /// The bound Volume.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub volume: Option<BoundVolume>,
+    /// The `requestId` of the last change of the layer's size that was judged.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resize_request_id: Option<CommandId>,
     /// The last 16 commands with an id.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
@@ -448,7 +475,11 @@ pub struct LastExecution {
 #[serde(rename_all = "camelCase")]
 pub struct LayerStatus {
     pub pool: PoolId,
+    /// Of the image, or of the one that is to be made.
     pub size: Bytes,
+    /// What the next start makes it, when that is more.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub grow_to: Option<Bytes>,
     /// A node has confirmed that the image exists.
     pub created: bool,
 }

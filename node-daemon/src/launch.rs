@@ -87,6 +87,8 @@ pub struct Object {
     pub must_exist: bool,
     /// What may be allocated in the pool; absent: nobody limited it.
     pub pool_capacity: Option<Bytes>,
+    /// An image that is smaller grows to `size`, unless it is smaller than this; absent: it has that size or more.
+    pub grows_from: Option<Bytes>,
 }
 
 /// An object with the right to use it.
@@ -321,6 +323,7 @@ impl TryFrom<&v1::Object> for Object {
             size,
             must_exist: message.must_exist,
             pool_capacity: message.pool_capacity_bytes.map(Bytes),
+            grows_from: (message.grows_from_bytes > 0).then_some(Bytes(message.grows_from_bytes)),
         })
     }
 }

@@ -12,6 +12,7 @@ mod commands;
 pub mod context;
 pub mod crd_apply;
 pub mod evidence;
+pub mod growth;
 pub mod guarded;
 pub mod health;
 pub mod held;

@@ -7,6 +7,7 @@ mod amounts;
 mod case;
 mod nodes;
 mod pools;
+mod wishes;
 mod workspaces;
 
 use std::process::ExitCode;
@@ -124,6 +125,7 @@ async fn every_rule(place: Arc<Place>) -> anyhow::Result<()> {
         amounts::ratios(),
         workspaces::immutability(),
         workspaces::bindings(),
+        wishes::wishes(),
         workspaces::power(),
         nodes::counters(),
         nodes::nodes(),

@@ -34,14 +34,6 @@ pub fn immutability() -> Vec<Case> {
             Refused(&["spec.template is immutable"]),
         ),
         change(
-            "spec.volume stays",
-            "Workspace",
-            json!({"template": "t"}),
-            Value::Null,
-            json!({"spec": {"volume": {"claim": "v", "mountPath": "/data"}}}),
-            Refused(&["spec.volume is immutable"]),
-        ),
-        change(
             "a Volume's pool stays",
             "Volume",
             json!({"size": "1Gi", "pool": "a"}),
@@ -79,7 +71,7 @@ pub fn immutability() -> Vec<Case> {
             json!({"template": "t", "writableLayer": {"size": "2Gi"}}),
             Value::Null,
             json!({"spec": {"writableLayer": {"size": "1Gi"}}}),
-            Refused(&["writableLayer.size can only grow"]),
+            Refused(&["spec.writableLayer.size", "can only grow"]),
         ),
         change(
             "resources stay while it runs",

@@ -248,7 +248,7 @@ fn built(args: Create) -> Result<Workspace> {
         (None, None) => None,
     };
     let resources = Resources { cpu: args.cpu, memory: args.memory };
-    let layer = WritableLayer { size: args.layer_size, pool: args.layer_pool };
+    let layer = WritableLayer { size: args.layer_size, pool: args.layer_pool, request_id: None };
     let spec = WorkspaceSpec {
         template: template.clone(),
         resources: (resources != Resources::default()).then_some(resources),

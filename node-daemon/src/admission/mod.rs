@@ -189,7 +189,8 @@ impl Demand {
     fn new<'o>(cpu: MilliCpu, memory: Bytes, objects: impl Iterator<Item = &'o Object>) -> Self {
         let mut by_pool: BTreeMap<PoolId, Bytes> = BTreeMap::new();
         for object in objects {
-            let to_make = if object.must_exist { 0 } else { object.size.0 };
+            let made = object.grows_from.filter(|_| object.must_exist).unwrap_or(object.size);
+            let to_make = if object.must_exist { object.size.saturating_sub(made).0 } else { object.size.0 };
             let sum = by_pool.entry(object.pool.clone()).or_default();
             *sum = Bytes(sum.0.saturating_add(to_make));
         }

@@ -12,7 +12,7 @@ use kibo_crds::{Bytes, ObjectUid};
 use rustix::fs::{OFlags, statvfs};
 
 use super::record_files::remove_if_there;
-use crate::durable;
+use crate::{durable, launch::Object};
 
 pub const IMAGE: &str = "image.raw";
 const UNFINISHED: &str = "image.raw.new";
@@ -25,7 +25,7 @@ pub enum ImageError {
     Missing { path: PathBuf },
     #[error("the image {path} has {found} bytes, but the control plane says {expected}")]
     Size { path: PathBuf, found: u64, expected: u64 },
-    #[error("the pool has {free} free, an image of {size} needs as much: free some space or choose a smaller size")]
+    #[error("the pool has {free} free, and {size} are needed for the image: free some space or choose a smaller size")]
     NoSpace { free: Bytes, size: Bytes },
     #[error(
         "{capacity} may be allocated in the pool and {allocated} are, so an image of {size} does not fit: \
@@ -68,32 +68,59 @@ pub fn size(dir: &Path) -> io::Result<Option<Bytes>> {
     }
 }
 
-/// Makes the image when it is missing. It appears under its name with its file system in it, or not at all.
-pub fn ensure(dir: &Path, uid: &ObjectUid, wanted: Bytes, must_exist: bool) -> Result<(), ImageError> {
+/// Makes the image when it is missing, and larger when that was asked for; answers its size. It appears under its name
+/// with its file system in it, or not at all. One that is larger than was said is good: it grew without anybody
+/// hearing of it.
+pub fn ensure(dir: &Path, object: &Object) -> Result<Bytes, ImageError> {
+    let Object { uid, size: wanted, .. } = object;
     let path = dir.join(IMAGE);
     let failed = |action| {
         let path = path.clone();
         move |source| ImageError::Io { action, path, source }
     };
     match size(dir).map_err(failed("look at"))? {
-        Some(found) if found == wanted => return Ok(()),
+        Some(found) if found >= *wanted => return Ok(found),
+        Some(found) if object.grows_from.is_some_and(|least| found >= least) => {
+            return grow(dir, found, *wanted).map(|()| *wanted);
+        }
         Some(found) => return Err(ImageError::Size { path, found: found.0, expected: wanted.0 }),
-        None if must_exist => return Err(ImageError::Missing { path }),
+        None if object.must_exist => return Err(ImageError::Missing { path }),
         None => {}
     }
-    let Space { free, .. } = space(dir).map_err(failed("find the free space for"))?;
-    if free.saturating_sub(HEADROOM) < wanted {
-        return Err(ImageError::NoSpace { free, size: wanted });
-    }
+    has_space(dir, *wanted)?;
     let unfinished = dir.join(UNFINISHED);
-    let made = make(&unfinished, uid, wanted);
+    let made = make(&unfinished, uid, *wanted);
     if made.is_err() {
         // A failure here is told by the next attempt.
         let _ = fs::remove_file(&unfinished);
     }
     made?;
     fs::rename(&unfinished, &path).map_err(failed("name"))?;
-    durable::sync_dir(dir).map_err(failed("sync"))
+    durable::sync_dir(dir).map_err(failed("sync"))?;
+    Ok(*wanted)
+}
+
+fn has_space(dir: &Path, needed: Bytes) -> Result<(), ImageError> {
+    let failed = |source| ImageError::Io { action: "find the free space for", path: dir.join(IMAGE), source };
+    let Space { free, .. } = space(dir).map_err(failed)?;
+    if free.saturating_sub(HEADROOM) < needed { Err(ImageError::NoSpace { free, size: needed }) } else { Ok(()) }
+}
+
+/// Sparse: what is added takes no space before it is written. Its file system is grown by the guest, which alone trusts it.
+fn grow(dir: &Path, from: Bytes, to: Bytes) -> Result<(), ImageError> {
+    let path = dir.join(IMAGE);
+    let failed = |action| {
+        let path = path.clone();
+        move |source| ImageError::Io { action, path, source }
+    };
+    has_space(dir, to.saturating_sub(from))?;
+    kibo_failpoint::reach_blocking("image-grows");
+    let file = OpenOptions::new().write(true).open(&path).map_err(failed("open"))?;
+    file.set_len(to.0).map_err(failed("grow"))?;
+    kibo_failpoint::reach_blocking("image-grown");
+    file.sync_all().map_err(failed("sync"))?;
+    tracing::info!(image = %path.display(), %from, %to, "the image has grown");
+    Ok(())
 }
 
 fn make(path: &Path, uid: &ObjectUid, size: Bytes) -> Result<(), ImageError> {

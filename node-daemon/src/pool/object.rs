@@ -156,33 +156,36 @@ impl Pool {
         let object = &granted.object;
         let dir = self.object_dir(&object.uid);
         self.check_allocation(object)?;
-        let made = image::ensure(&dir, &object.uid, object.size, object.must_exist);
+        let made = image::ensure(&dir, object);
         if let Err(ImageError::NoSpace { free, .. }) = &made {
             // The next admission is not to believe in what the last look saw.
             self.status.note_free(*free);
         }
-        made?;
+        let size = made?;
         let is_shared = self.is_shared().map_err(self.io("find the other users", &object.uid))?;
         let (file, is_direct) = image::open(&dir, is_shared)?;
         Ok(TakenObject {
             uid: object.uid.clone(),
             pool: self.id.clone(),
             epoch: granted.grant.epoch,
-            size: object.size,
+            size,
             file,
             is_direct,
         })
     }
 
-    /// An image that is to be made must fit into what may be allocated, besides those that are there.
+    /// An image that is to be made, or what is added to one, must fit into what may be allocated, besides those that are
+    /// there.
     fn check_allocation(&self, object: &Object) -> Result<(), TakeFailure> {
-        let Some(capacity) = object.pool_capacity.filter(|_| !object.must_exist) else { return Ok(()) };
+        let Some(capacity) = object.pool_capacity else { return Ok(()) };
         let dir = self.object_dir(&object.uid);
-        if image::size(&dir).map_err(self.io("look at the image", &object.uid))?.is_some() {
-            return Ok(());
-        }
+        let added = match image::size(&dir).map_err(self.io("look at the image", &object.uid))? {
+            Some(found) if object.grows_from.is_some() => object.size.saturating_sub(found),
+            None if !object.must_exist => object.size,
+            _ => return Ok(()),
+        };
         let allocated = self.allocated()?;
-        if allocated.checked_add(object.size).is_none_or(|sum| sum > capacity) {
+        if added > Bytes(0) && allocated.checked_add(added).is_none_or(|sum| sum > capacity) {
             return Err(ImageError::NoCapacity { capacity, allocated, size: object.size }.into());
         }
         Ok(())

@@ -57,6 +57,7 @@ fn object(epoch: u64, predecessor_end: PredecessorEnd) -> GrantedObject {
             size: Bytes::mib(64),
             must_exist: false,
             pool_capacity: None,
+            grows_from: None,
         },
         grant: Grant { epoch: Epoch(epoch), predecessor: Epoch(epoch - 1), predecessor_end },
     }
@@ -192,6 +193,48 @@ fn an_image_of_another_size_is_refused() {
     larger.object.size = Bytes::mib(128);
     let error = pool.take(&larger, &taker("a")).unwrap_err();
     assert!(matches!(error.cause, TakeFailure::Image(ImageError::Size { .. })), "{error}");
+}
+
+#[test]
+fn an_image_grows_when_that_was_asked_for_and_keeps_what_is_in_it() {
+    let setup = Setup::new();
+    let pool = setup.on("a");
+    let taken = pool.take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
+    let image = setup.object_dir().join("image.raw");
+    let head = |image: &std::path::Path| fs::read(image).unwrap()[..64 << 10].to_vec();
+    let before = head(&image);
+    pool.release(&taken.uid, taken.epoch).unwrap();
+    let larger = |epoch, mib| {
+        let mut granted = object(epoch, PredecessorEnd::Released);
+        (granted.object.size, granted.object.must_exist) = (Bytes::mib(mib), true);
+        granted.object.grows_from = Some(Bytes::mib(64));
+        granted
+    };
+    let grown = pool.take(&larger(2, 128), &taker("a")).unwrap();
+    assert_eq!((grown.size, fs::metadata(&image).unwrap().len()), (Bytes::mib(128), 128 << 20));
+    assert_eq!(head(&image), before);
+    // Nobody heard of it: asked for the same again, or for less, it has what it has.
+    pool.release(&grown.uid, grown.epoch).unwrap();
+    let again = pool.take(&larger(3, 96), &taker("a")).unwrap();
+    assert_eq!(again.size, Bytes::mib(128));
+    // One that has lost its end is damaged and does not grow over that.
+    pool.release(&again.uid, again.epoch).unwrap();
+    fs::OpenOptions::new().write(true).open(&image).unwrap().set_len(32 << 20).unwrap();
+    let error = pool.take(&larger(4, 128), &taker("a")).unwrap_err();
+    assert!(matches!(error.cause, TakeFailure::Image(ImageError::Size { .. })), "{error}");
+}
+
+#[test]
+fn an_image_does_not_grow_beyond_its_pool() {
+    let setup = Setup::new();
+    let pool = setup.on("a");
+    let taken = pool.take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
+    pool.release(&taken.uid, taken.epoch).unwrap();
+    let mut granted = object(2, PredecessorEnd::Released);
+    (granted.object.size, granted.object.grows_from) = (Bytes(1 << 60), Some(Bytes::mib(64)));
+    let error = pool.take(&granted, &taker("a")).unwrap_err();
+    assert!(matches!(error.cause, TakeFailure::Image(ImageError::NoSpace { .. })), "{error}");
+    assert_eq!(fs::metadata(setup.object_dir().join("image.raw")).unwrap().len(), 64 << 20);
 }
 
 #[test]

@@ -92,6 +92,7 @@ impl Workspace {
                 predecessor_epoch: self.epoch - 1,
                 predecessor_end: predecessor_end.into(),
             }),
+            grows_from_bytes: 0,
         };
         let message = v1::Launch {
             instance_id: instance.to_string(),

@@ -10,6 +10,7 @@ use kibo_crds::{
 use kube::ResourceExt as _;
 
 use crate::{
+    growth::{self, Asked},
     right::{HasRight as _, Standing, waits_for},
     workspace::sight::Cluster,
 };
@@ -84,6 +85,7 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
     {
         status.set_right(right);
     }
+    grow(sight, &mut status);
     let (action, wait) = if is_deleting && status.bound_to.is_none() {
         delete(sight, &mut status)
     } else {
@@ -108,6 +110,37 @@ fn lose(sight: &Sight<'_>, status: &mut VolumeStatus, pool: &PoolId) {
 fn is_lost(status: &VolumeStatus) -> bool {
     let lost = ConditionType::Lost.to_string();
     status.conditions.iter().any(|condition| condition.type_ == lost && condition.status == "True")
+}
+
+/// Accepts the size that was asked for, or says why not. While a Workspace runs with it nothing is judged.
+fn grow(sight: &Sight<'_>, status: &mut VolumeStatus) {
+    let (Some(size), Some(pool)) = (status.size, status.pool.clone()) else { return };
+    let is_said = |reason| status.conditions.iter().any(|it| it.type_ == RESIZED.to_string() && it.reason == reason);
+    if status.granted_for.is_some() {
+        if status.grow_to.is_none() && is_said(growth::AT_NEXT_START) {
+            set_resized(sight, status, None);
+        }
+        return;
+    }
+    let (accepted, wanted) = (status.grow_to, sight.volume.spec.size.amount().ok());
+    let asked = Asked { what: "its image", pool: &pool, size, is_made: true, accepted, wanted };
+    let growth = growth::judge(&asked, || sight.cluster.room_in(&pool));
+    status.grow_to = growth.grow_to;
+    set_resized(sight, status, growth.unmet);
+}
+
+const RESIZED: ConditionType = ConditionType::Resized;
+
+/// The condition is there only while the image has not the size that was asked for.
+fn set_resized(sight: &Sight<'_>, status: &mut VolumeStatus, unmet: Option<(&'static str, String)>) {
+    match unmet {
+        Some((reason, message)) => {
+            let generation = sight.volume.metadata.generation;
+            let resized = condition(RESIZED, Some(false), reason, &message, generation, &sight.now);
+            set_condition(&mut status.conditions, resized);
+        }
+        None => status.conditions.retain(|condition| condition.type_ != RESIZED.to_string()),
+    }
 }
 
 /// Who holds it and is not the execution that it was granted for never took it, or ended long ago.
@@ -193,3 +226,7 @@ pub fn complete(volume: &Volume, status: &mut VolumeStatus, wait: Option<String>
     set(ConditionType::Created, is_made, created.0, created.1);
     set(ConditionType::Bound, is_bound, bound.0, &bound.1);
 }
+
+#[cfg(test)]
+#[path = "decide_tests.rs"]
+mod tests;

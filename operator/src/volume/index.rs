@@ -18,9 +18,20 @@ pub struct ByHolder {
     keys: HashMap<NodeId, BTreeSet<Key>>,
     held: HeldByNode,
     pools: HashMap<PoolId, PoolUsage>,
-    /// Space promised to Volumes whose images are not made yet.
+    /// Space promised to Volumes whose images are not made, or not grown, yet.
     promised: HashMap<PoolId, Bytes>,
     deleting: BTreeSet<Key>,
+    /// By the uid of the Workspace that binds them.
+    bound: HashMap<String, BTreeSet<Key>>,
+}
+
+/// What the image is about to take: all of it while it is not made, and what it grows by while it is being started.
+fn promised_to(status: &VolumeStatus, size: Bytes) -> Bytes {
+    match (status.size, &status.granted_for) {
+        (None, _) => size,
+        (Some(made), Some(_)) => status.grow_to.unwrap_or(made).saturating_sub(made),
+        (Some(_), None) => Bytes(0),
+    }
 }
 
 impl ByHolder {
@@ -38,6 +49,11 @@ impl ByHolder {
 
     pub fn allocated(&self) -> impl Iterator<Item = (&PoolId, Bytes)> {
         self.pools.iter().map(|(pool, usage)| (pool, usage.allocated))
+    }
+
+    /// Volumes that name the Workspace with this uid as the one that binds them.
+    pub fn bound_to(&self, uid: &str) -> Vec<Key> {
+        self.bound.get(uid).into_iter().flatten().cloned().collect()
     }
 
     /// Volumes on their way out.
@@ -62,6 +78,14 @@ impl Projection<Volume> for ByHolder {
             self.deleting.insert(key.clone());
         }
         if let Some((status, size)) = Self::status_of(old) {
+            if let Some(bound) = &status.bound_to
+                && let Some(keys) = self.bound.get_mut(&bound.uid)
+            {
+                keys.remove(key);
+                if keys.is_empty() {
+                    self.bound.remove(&bound.uid);
+                }
+            }
             if let Some(holder) = &status.holder {
                 self.held.subtract(holder, status.pool.as_ref());
                 if let Some(keys) = self.keys.get_mut(&holder.node) {
@@ -72,13 +96,14 @@ impl Projection<Volume> for ByHolder {
                 let usage = self.pools.entry(pool.clone()).or_default();
                 usage.allocated = usage.allocated.saturating_sub(size);
                 usage.objects = usage.objects.saturating_sub(1);
-                if status.size.is_none() {
-                    let promised = self.promised.entry(pool.clone()).or_default();
-                    *promised = promised.saturating_sub(size);
-                }
+                let promised = self.promised.entry(pool.clone()).or_default();
+                *promised = promised.saturating_sub(promised_to(status, size));
             }
         }
         if let Some((status, size)) = Self::status_of(new) {
+            if let Some(bound) = &status.bound_to {
+                self.bound.entry(bound.uid.clone()).or_default().insert(key.clone());
+            }
             if let Some(holder) = &status.holder {
                 self.held.add(holder, status.pool.as_ref());
                 self.keys.entry(holder.node.clone()).or_default().insert(key.clone());
@@ -87,10 +112,8 @@ impl Projection<Volume> for ByHolder {
                 let usage = self.pools.entry(pool.clone()).or_default();
                 usage.allocated.0 = usage.allocated.0.saturating_add(size.0);
                 usage.objects += 1;
-                if status.size.is_none() {
-                    let promised = self.promised.entry(pool.clone()).or_default();
-                    promised.0 = promised.0.saturating_add(size.0);
-                }
+                let promised = self.promised.entry(pool.clone()).or_default();
+                promised.0 = promised.0.saturating_add(promised_to(status, size).0);
             }
         }
     }

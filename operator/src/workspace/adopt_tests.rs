@@ -51,7 +51,12 @@ fn stored(phase: WorkspacePhase, execution: Option<(u8, &str)>, holder: Option<(
             epoch: Epoch(epoch),
             idle: false,
         }),
-        writable_layer: Some(LayerStatus { pool: "p".parse().unwrap(), size: Bytes(1 << 20), created: true }),
+        writable_layer: Some(LayerStatus {
+            pool: "p".parse().unwrap(),
+            size: Bytes(1 << 20),
+            grow_to: None,
+            created: true,
+        }),
         ..WorkspaceStatus::default()
     });
     workspace

@@ -44,7 +44,7 @@ pub fn workspace_status(
         address: None,
     });
     if let Some(pool) = place.pools.first() {
-        let layer = LayerStatus { pool: pool.clone(), size: amounts.layer, created: false };
+        let layer = LayerStatus { pool: pool.clone(), size: amounts.layer, grow_to: None, created: false };
         draft.status.writable_layer.get_or_insert(layer);
     }
     draft.consume(&start.request);

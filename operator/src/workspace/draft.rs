@@ -4,15 +4,16 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kibo_crds::{
-    CommandRecord, CommandResult, ConditionType, GROUP, NodeId, Workspace, condition, digest, set_condition,
+    CommandId, CommandRecord, CommandResult, ConditionType, GROUP, NodeId, Workspace, condition, digest, set_condition,
     workspace::{
         Execution, LastExecution, PowerRequest, PowerState, PowerStatus, Revision, Revisions, StopMode, WorkspacePhase,
-        WorkspaceStatus,
+        WorkspaceStatus, WritableLayer,
     },
 };
 use serde::Serialize;
 
 use super::sight::{COMMANDS_KEPT, MAX_COMMANDS};
+use crate::growth::AT_NEXT_START;
 
 /// Something that a person is told by a Kubernetes Event: failures, and what happens the first time.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,6 +65,9 @@ pub struct Draft<'a> {
     place_stands: bool,
     /// Whether the execution's node is reachable; `None`: what is stored stands.
     reachable: Option<bool>,
+    /// Conditions that are there only while something is not as it was asked for, with reason and message. Of what is not
+    /// here, what is stored stands.
+    judged: Vec<(ConditionType, Option<(&'static str, String)>)>,
 }
 
 fn bump(revision: &mut Revision, content: &impl Serialize) {
@@ -83,7 +87,9 @@ fn revisions(workspace: &Workspace, old: Option<Revisions>) -> Revisions {
     let mut revisions = old.unwrap_or_default();
     bump(&mut revisions.labels, &own_labels(workspace));
     bump(&mut revisions.annotations, &workspace.spec.annotations);
-    bump(&mut revisions.resources, &(&workspace.spec.resources, &workspace.spec.writable_layer));
+    // The name of a request is no content.
+    let layer = workspace.spec.writable_layer.clone().map(|layer| WritableLayer { request_id: None, ..layer });
+    bump(&mut revisions.resources, &(&workspace.spec.resources, &layer));
     bump(&mut revisions.binding, &workspace.spec.volume);
     revisions
 }
@@ -118,6 +124,7 @@ impl<'a> Draft<'a> {
             place: None,
             place_stands: false,
             reachable: None,
+            judged: Vec::new(),
         }
     }
 
@@ -162,12 +169,16 @@ impl<'a> Draft<'a> {
         self.reachable = Some(reachable);
     }
 
+    /// Says that something is not as it was asked for, or that it is.
+    pub fn judge(&mut self, kind: ConditionType, unmet: Option<(&'static str, String)>) {
+        self.judged.push((kind, unmet));
+    }
+
     /// Records the request in force as acted upon. Its command is `Processing` until something ends it.
     pub fn consume(&mut self, request: &PowerRequest) {
         self.status.power = Some(PowerStatus { consumed: request.clone(), consumed_at: self.now.clone() });
         let Some(id) = &request.request_id else { return };
-        self.status.commands.retain(|command| command.id != *id);
-        self.status.commands.push(CommandRecord {
+        self.record(CommandRecord {
             id: id.clone(),
             operation: operation(request).to_owned(),
             digest: digest(request),
@@ -178,8 +189,34 @@ impl<'a> Draft<'a> {
             started_at: self.now.clone(),
             finished_at: None,
         });
+    }
+
+    fn record(&mut self, record: CommandRecord) {
+        self.status.commands.retain(|command| command.id != record.id);
+        self.status.commands.push(record);
         let surplus = self.status.commands.len().saturating_sub(MAX_COMMANDS);
         self.status.commands.drain(..surplus);
+    }
+
+    /// Records a command that was done, or refused, the moment it was seen.
+    pub fn record_finished(
+        &mut self,
+        id: &CommandId,
+        operation: &str,
+        digest: String,
+        failure: Option<(&'static str, String)>,
+    ) {
+        self.record(CommandRecord {
+            id: id.clone(),
+            operation: operation.to_owned(),
+            digest,
+            result: if failure.is_some() { CommandResult::Failed } else { CommandResult::Succeeded },
+            reason: failure.as_ref().map(|(reason, _)| (*reason).to_owned()),
+            message: failure.map(|(_, message)| shortened(&message, 512)),
+            counts: BTreeMap::new(),
+            started_at: self.now.clone(),
+            finished_at: Some(self.now.clone()),
+        });
     }
 
     /// Ends every command that is still open: all of them were about the execution that this is about.
@@ -248,6 +285,7 @@ impl<'a> Draft<'a> {
                 &responsive.message,
             );
         }
+        self.set_judged();
         let stored = self.workspace.status.as_ref();
         let changed = Some(&self.status) != stored;
         Outcome { status: changed.then_some(Box::new(self.status)), notices: self.notices }
@@ -291,6 +329,23 @@ impl<'a> Draft<'a> {
                 }
                 (Some(_), None) => self.confirm(ConditionType::NodeReachable),
             },
+        }
+    }
+
+    fn set_judged(&mut self) {
+        let has_grown = self.status.writable_layer.as_ref().is_none_or(|layer| layer.grow_to.is_none());
+        let said = self.condition(ConditionType::Resized).map(|condition| condition.reason.clone());
+        if has_grown && said.as_deref() == Some(AT_NEXT_START) {
+            self.forget(ConditionType::Resized);
+        }
+        for kind in [ConditionType::Resized, ConditionType::VolumeBound] {
+            self.confirm(kind);
+        }
+        for (kind, unmet) in std::mem::take(&mut self.judged) {
+            match unmet {
+                Some((reason, message)) => self.set(kind, false, reason, &message),
+                None => _ = self.forget(kind),
+            }
         }
     }
 

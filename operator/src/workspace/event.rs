@@ -54,6 +54,7 @@ pub fn layer_fact(status: &mut WorkspaceStatus, node: &NodeId, fact: ObjectFact,
         && let Some(size) = fact.size
     {
         (layer.created, layer.size) = (true, size);
+        layer.grow_to = layer.grow_to.filter(|wanted| *wanted > size);
     }
     let was_made = status.writable_layer.as_ref().is_some_and(|layer| layer.created);
     if fact.used == v1::ObjectUse::Refused && !was_made && !may_have_been_written(status.previous_holder.as_ref()) {
@@ -71,8 +72,9 @@ pub fn volume_fact(status: &mut VolumeStatus, node: &NodeId, fact: ObjectFact, o
         status.set_right(right);
         status.granted_for = None;
     }
-    if fact.size.is_some() {
-        status.size = fact.size;
+    if let Some(size) = fact.size {
+        status.size = Some(size);
+        status.grow_to = status.grow_to.filter(|wanted| *wanted > size);
     }
     if fact.used == v1::ObjectUse::Refused
         && status.size.is_none()

@@ -2,7 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use kibo_crds::{Bytes, InstanceId, NodeId, PoolId, Workspace, workspace::WorkspacePhase};
+use kibo_crds::{
+    Bytes, InstanceId, NodeId, PoolId, Workspace,
+    workspace::{LayerStatus, WorkspacePhase, WorkspaceStatus},
+};
 
 use crate::{
     cache::{Cache, Key, Projection},
@@ -23,7 +26,7 @@ pub struct ByNode {
     held_layers: HeldByNode,
     instances: HashMap<InstanceId, Key>,
     pools: HashMap<PoolId, PoolUsage>,
-    /// Space promised to layers whose images are not made yet.
+    /// Space promised to layers whose images are not made, or not grown, yet.
     promised: HashMap<PoolId, Bytes>,
     deleting: BTreeSet<Key>,
     stranded: BTreeSet<Key>,
@@ -97,6 +100,16 @@ impl Projection<Workspace> for ByNode {
     }
 }
 
+/// What the layer is about to take: all of it while it is not made, and what it grows by while it is being started.
+fn promised_to(status: &WorkspaceStatus, layer: &LayerStatus) -> Bytes {
+    let whole = layer.grow_to.unwrap_or(layer.size);
+    match (layer.created, &status.execution) {
+        (false, _) => whole,
+        (true, Some(_)) => whole.saturating_sub(layer.size),
+        (true, None) => Bytes(0),
+    }
+}
+
 impl ByNode {
     fn add(&mut self, key: &Key, workspace: &Workspace) {
         for node in nodes_of(workspace) {
@@ -117,10 +130,8 @@ impl ByNode {
             let pool = self.pools.entry(layer.pool.clone()).or_default();
             pool.allocated.0 = pool.allocated.0.saturating_add(layer.size.0);
             pool.objects += 1;
-            if !layer.created {
-                let promised = self.promised.entry(layer.pool.clone()).or_default();
-                promised.0 = promised.0.saturating_add(layer.size.0);
-            }
+            let promised = self.promised.entry(layer.pool.clone()).or_default();
+            promised.0 = promised.0.saturating_add(promised_to(status, layer).0);
         }
     }
 
@@ -146,10 +157,8 @@ impl ByNode {
             let pool = self.pools.entry(layer.pool.clone()).or_default();
             pool.allocated = pool.allocated.saturating_sub(layer.size);
             pool.objects = pool.objects.saturating_sub(1);
-            if !layer.created
-                && let Some(promised) = self.promised.get_mut(&layer.pool)
-            {
-                *promised = promised.saturating_sub(layer.size);
+            if let Some(promised) = self.promised.get_mut(&layer.pool) {
+                *promised = promised.saturating_sub(promised_to(status, layer));
             }
         }
     }

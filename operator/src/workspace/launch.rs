@@ -92,11 +92,21 @@ pub fn layer(workspace: &Workspace) -> Option<v1::Object> {
     Some(v1::Object {
         uid: workspace.uid()?,
         pool: layer.pool.to_string(),
-        size_bytes: layer.size.0,
+        size_bytes: layer.grow_to.unwrap_or(layer.size).0,
         must_exist: layer.created,
         grant: status.right().grant(),
         pool_capacity_bytes: None,
+        grows_from_bytes: grows_from(layer.created.then_some(layer.size), layer.grow_to),
     })
+}
+
+/// An image that no node has told of may be there all the same, from before a larger one was asked for.
+fn grows_from(made: Option<Bytes>, grow_to: Option<Bytes>) -> u64 {
+    match (made, grow_to) {
+        (Some(made), Some(_)) => made.0,
+        (Some(_), None) => 0,
+        (None, _) => 1,
+    }
 }
 
 /// A Volume's bytes with their current grant; `None` while it has no pool.
@@ -106,10 +116,11 @@ pub fn volume_object(volume: &Volume) -> Option<v1::Object> {
     Some(v1::Object {
         uid: volume.uid()?,
         pool: pool.to_string(),
-        size_bytes: volume_size(volume).0,
+        size_bytes: status.grow_to.unwrap_or_else(|| volume_size(volume)).0,
         must_exist: status.size.is_some(),
         grant: status.right().grant(),
         pool_capacity_bytes: None,
+        grows_from_bytes: grows_from(status.size, status.grow_to),
     })
 }
 

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use kibo_crds::{Incarnation, InstanceId};
+use kibo_crds::{Bytes, Incarnation, InstanceId, PoolId};
 use tokio::sync::{mpsc, oneshot};
 
 use super::{
@@ -135,6 +135,16 @@ fn access(world: &World, pool: &DeclaredPool) -> PoolAccess {
         Marker::Unregistered if pool.available => PoolAccess::BeingRegistered,
         _ => PoolAccess::OutOfReach,
     }
+}
+
+/// What may still be allocated in a pool, as the nodes say that reach it now; `None` when none of them can say.
+pub(super) fn room_in(world: &World, pool: &PoolId) -> Option<Bytes> {
+    let snapshots = world.ctx.registry.snapshot();
+    let pools = candidates(world, &snapshots).into_iter().flat_map(|node| node.pools);
+    pools
+        .filter(|candidate| candidate.id == *pool && candidate.access == PoolAccess::Reached)
+        .filter_map(|candidate| candidate.free)
+        .max()
 }
 
 fn closed(snapshot: &NodeSnapshot) -> Option<Exclusion> {

@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use kibo_crds::{
-    VOLUME_FINALIZER, Volume, WORKSPACE_FINALIZER, Workspace, WorkspaceId, WorkspaceTombstone,
+    ConditionType, VOLUME_FINALIZER, Volume, WORKSPACE_FINALIZER, Workspace, WorkspaceId, WorkspaceTombstone,
     node::Holder,
     tombstone::WorkspaceTombstoneSpec,
     volume::{BoundTo, VolumeSpec},
@@ -26,6 +26,7 @@ use super::{
 use crate::{
     cache::Key,
     clock::now,
+    growth,
     guarded::{self, WriteError},
     session::ObjectCommand,
 };
@@ -144,10 +145,17 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
     let is_pending = !workspace.is_power_request_consumed()
         && workspace.power_request().state == PowerState::Running
         && workspace.metadata.deletion_timestamp.is_none();
-    if rests && is_pending {
+    if rests && (is_pending || has_unmet_wish(&workspace)) {
         world.wait_for_room(key.clone());
     }
     Ok(step)
+}
+
+/// Whether its spec asks for a Volume or a size that it did not get and may get yet.
+fn has_unmet_wish(workspace: &Workspace) -> bool {
+    let conditions = workspace.status.iter().flat_map(|status| &status.conditions);
+    let mut unmet = conditions.filter(|it| it.status == "False" && it.reason != growth::AT_NEXT_START);
+    unmet.any(|it| [ConditionType::Resized, ConditionType::VolumeBound].iter().any(|kind| it.type_ == kind.to_string()))
 }
 
 fn log_decision(workspace: &Workspace, status: &kibo_crds::workspace::WorkspaceStatus, action: &Action) {
@@ -169,11 +177,20 @@ pub(super) fn sight<'a>(
         workspace,
         template,
         volume,
+        others_bound: others_bound(world, workspace),
         cluster: world,
         now: now(),
         fresh_id: WorkspaceId::generate(),
         vm_overhead: world.ctx.vm_overhead,
     }
+}
+
+/// Volumes that this Workspace binds, without the one that its spec names.
+fn others_bound(world: &World, workspace: &Workspace) -> Vec<String> {
+    let uid = workspace.uid().unwrap_or_default();
+    let named = workspace.spec.volume.as_ref().map(|binding| decide::idle::volume_name(binding, &workspace.name_any()));
+    let bound = world.volumes.project(|index| index.bound_to(&uid));
+    bound.into_iter().map(|key| key.name).filter(|name| Some(name) != named.as_ref()).collect()
 }
 
 async fn act(
@@ -218,6 +235,7 @@ async fn act(
             Some(volume) => unbind_volume(world, volume).await,
             None => Ok(Step::Again),
         },
+        Action::ReleaseVolume(name) => release_volume(world, workspace, &name).await,
         Action::Bury => bury(world, workspace).await,
     }
 }
@@ -295,6 +313,17 @@ async fn bind_volume(world: &World, workspace: &Workspace, volume: Option<&Volum
     let mut status = volume.status.clone().unwrap_or_default();
     status.bound_to = Some(BoundTo { name: workspace.name_any(), uid: workspace.uid().unwrap_or_default() });
     write_volume(world, volume, status).await
+}
+
+/// It keeps its data and is free for others.
+async fn release_volume(world: &World, workspace: &Workspace, name: &str) -> Result<Step, StepError> {
+    let key = Key::new(&Key::of(workspace).namespace, name);
+    let uid = workspace.uid();
+    let bound = |volume: &Volume| volume.status.as_ref().and_then(|status| status.bound_to.clone()).map(|it| it.uid);
+    let Some(volume) = world.volumes.get(&key).filter(|volume| bound(volume) == uid) else { return Ok(Step::Again) };
+    let step = unbind_volume(world, &volume).await?;
+    kibo_failpoint::reach("volume-let-go").await;
+    Ok(step)
 }
 
 async fn unbind_volume(world: &World, volume: &Volume) -> Result<Step, StepError> {

@@ -33,6 +33,10 @@ pub trait Cluster: Sync {
     fn is_lost(&self, pool: &PoolId) -> bool;
     /// All members of the pool, by name.
     fn members(&self, pool: &PoolId) -> Vec<NodeId>;
+    /// What may still be allocated in the pool; `None` while no node that reaches it can say.
+    fn room_in(&self, _pool: &PoolId) -> Option<Bytes> {
+        None
+    }
     /// Whether the node of this execution has been told of it in its current session.
     fn was_told(&self, instance: InstanceId) -> bool;
 }
@@ -43,6 +47,8 @@ pub struct Sight<'a> {
     pub template: Option<&'a Template>,
     /// The Volume that `spec.volume` names.
     pub volume: Option<&'a Volume>,
+    /// Names of other Volumes that it binds: from before its spec named this one, or none.
+    pub others_bound: Vec<String>,
     pub cluster: &'a dyn Cluster,
     pub now: Time,
     /// Becomes the id of a Workspace that has none.

@@ -6,7 +6,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kibo_crds::{Incarnation, InstanceId, NodeId, PoolId, Template, Volume, Workspace, workspace::WorkspaceStatus};
+use kibo_crds::{
+    Bytes, Incarnation, InstanceId, NodeId, PoolId, Template, Volume, Workspace, workspace::WorkspaceStatus,
+};
 use kube::{
     Api, Resource, ResourceExt,
     runtime::events::{Event, EventType},
@@ -364,6 +366,10 @@ impl Cluster for World {
     fn members(&self, pool: &PoolId) -> Vec<NodeId> {
         let members = self.ctx.pools.members(pool);
         members.into_iter().map(|member| member.node).collect::<BTreeSet<_>>().into_iter().collect()
+    }
+
+    fn room_in(&self, pool: &PoolId) -> Option<Bytes> {
+        placer::room_in(self, pool)
     }
 
     fn was_told(&self, instance: InstanceId) -> bool {

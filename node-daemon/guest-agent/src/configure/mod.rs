@@ -7,6 +7,7 @@
 mod clock;
 mod disks;
 mod entropy;
+mod grow;
 mod identity;
 mod mounts;
 mod network;

@@ -15,6 +15,7 @@ use rustix::thread::UnshareFlags;
 
 use super::Workspace;
 use super::disks::Disks;
+use super::grow;
 use crate::request::{Request, RootImage, Volume, failure};
 
 const IMAGE: &str = "/mnt/image";
@@ -78,12 +79,22 @@ fn mount_layer(serial: &str, disks: &Disks) -> Result<OwnedFd, Failure> {
     mount(device, LAYER, "ext4", MountFlags::empty(), GIVING_BACK).map_err(|errno| {
         at_layer(format!("failed to mount the writable layer (disk {serial:?}) as ext4: {}", explain(errno, "ext4")))
     })?;
+    let layer = open_dir(LAYER).map_err(|errno| at_layer(format!("failed to open the writable layer: {errno}")))?;
+    grow("the writable layer", device, &layer);
     // The root directory that a Workspace sees is the upper one: root's, 0755, whatever the image says.
     for name in ["upper", "work"] {
         make_dir(&format!("{LAYER}/{name}"))
             .map_err(|error| at_layer(format!("failed to make the directory {name} on the writable layer: {error}")))?;
     }
-    open_dir(LAYER).map_err(|errno| at_layer(format!("failed to open the writable layer: {errno}")))
+    Ok(layer)
+}
+
+/// A file system that does not grow (it is full of errors, say) is no reason to keep what is on it from its owner: the
+/// console has why, and the next start tries again.
+fn grow(what: &str, device: &Path, root: &OwnedFd) {
+    if let Err(error) = grow::to_disk(device, root) {
+        eprintln!("kibo-guest-agent: the file system of {what} keeps its size: {error}");
+    }
 }
 
 fn mount_overlay() -> Result<(), Failure> {
@@ -149,7 +160,11 @@ fn mount_volume(volume: &Volume, disks: &Disks) -> Result<OwnedFd, Failure> {
     mount(device, mount_path, "ext4", flags, GIVING_BACK).map_err(|errno| {
         at_volume(format!("failed to mount disk {serial:?} at {path} as ext4: {}", explain(errno, "ext4")))
     })?;
-    open_dir(mount_path).map_err(|errno| at_volume(format!("failed to open {path}: {errno}")))
+    let root = open_dir(mount_path).map_err(|errno| at_volume(format!("failed to open {path}: {errno}")))?;
+    if !read_only {
+        grow(&format!("volume {name}"), device, &root);
+    }
+    Ok(root)
 }
 
 fn open_dir(path: impl rustix::path::Arg) -> Result<OwnedFd, Errno> {

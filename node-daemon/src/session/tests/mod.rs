@@ -24,6 +24,7 @@ fn granted(epoch: u64) -> v1::Object {
         must_exist: false,
         grant: Some(grant),
         pool_capacity_bytes: None,
+        grows_from_bytes: 0,
     }
 }
 

@@ -1,15 +1,15 @@
 //! A Workspace without an execution: its Volume is made and bound, and a request to start looks for a place.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use kibo_crds::{
-    Bytes, Template, Volume,
-    volume::BoundTo,
+    ConditionType, NodeId, Template, Volume,
+    volume::{BoundTo, VolumePhase},
     workspace::{BoundVolume, PowerRequest, PowerState, StopMode, VolumeBinding, WorkspacePhase},
 };
 use kube::ResourceExt as _;
 
-use super::{Action, Decision, Object, Start, UNAVAILABLE, blocked, can_ask, lost, stranded};
+use super::{Action, Decision, Object, Start, UNAVAILABLE, blocked, can_ask, growth, lost, stranded};
 use crate::{
     placement::{Demand, Disk},
     right::{HasRight as _, Right, Standing, waits_for},
@@ -30,10 +30,17 @@ enum Binding<'a> {
 }
 
 pub(super) fn decide(sight: &Sight<'_>, mut draft: Draft<'_>) -> Decision {
-    let binding = binding(sight);
-    if let Binding::Bound(volume) = &binding {
-        draft.status.volume = Some(BoundVolume { name: volume.name_any(), uid: volume.uid().unwrap_or_default() });
+    growth::take(sight, &mut draft);
+    let binding = released(sight, binding(sight));
+    match &binding {
+        Binding::Bound(volume) => {
+            draft.status.volume = Some(BoundVolume { name: volume.name_any(), uid: volume.uid().unwrap_or_default() });
+        }
+        Binding::NotWanted => draft.status.volume = None,
+        Binding::Step(_) | Binding::Blocked(_) => {}
     }
+    let refused = if let Binding::Blocked(wait) = &binding { Some((wait.reason, wait.message.clone())) } else { None };
+    draft.judge(ConditionType::VolumeBound, refused);
     let request = sight.workspace.power_request();
     let wants_start = !sight.workspace.is_power_request_consumed() && request.state == PowerState::Running;
     if !sight.workspace.is_power_request_consumed() && request.state == PowerState::Stopped {
@@ -77,6 +84,15 @@ pub(in crate::workspace) fn volume_name(binding: &VolumeBinding, workspace: &str
     binding.claim.clone().unwrap_or_else(|| workspace.to_owned())
 }
 
+/// What its spec does not name any more is let go, once what it names is bound: a target that is refused leaves the
+/// Volume of before.
+fn released<'a>(sight: &Sight<'_>, binding: Binding<'a>) -> Binding<'a> {
+    match (&binding, sight.others_bound.first()) {
+        (Binding::NotWanted | Binding::Bound(_), Some(other)) => Binding::Step(Action::ReleaseVolume(other.clone())),
+        _ => binding,
+    }
+}
+
 fn is_bound_to(volume: &Volume, uid: Option<&str>) -> bool {
     bound_to(volume).is_some_and(|bound| Some(bound.uid.as_str()) == uid)
 }
@@ -103,7 +119,7 @@ fn binding<'a>(sight: &Sight<'a>) -> Binding<'a> {
     }
     if let Some(other) = bound_to(volume) {
         let message =
-            format!("Volume {name} is bound to Workspace {}: delete that one, or use another Volume", other.name);
+            format!("Volume {name} is bound to Workspace {}: unbind it there, or use another Volume", other.name);
         return Binding::Blocked(Wait::placement("VolumeInUse", message));
     }
     if volume.metadata.deletion_timestamp.is_some() {
@@ -115,7 +131,27 @@ fn binding<'a>(sight: &Sight<'a>) -> Binding<'a> {
         );
         return Binding::Blocked(Wait::placement("VolumeNameTaken", message));
     }
-    Binding::Step(Action::BindVolume)
+    if volume.status.as_ref().and_then(|status| status.phase) == Some(VolumePhase::Lost) {
+        let message = format!("Volume {name} was in a storage pool that is lost: use another Volume");
+        return Binding::Blocked(Wait::placement("VolumeLost", message));
+    }
+    out_of_reach(sight, volume).map_or(Binding::Step(Action::BindVolume), Binding::Blocked)
+}
+
+/// A Workspace whose layer is in one pool cannot use a Volume in another that no node has beside it.
+fn out_of_reach(sight: &Sight<'_>, volume: &Volume) -> Option<Wait> {
+    let layer = &sight.workspace.status.as_ref()?.writable_layer.as_ref()?.pool;
+    let pool = volume.status.as_ref().and_then(|status| status.pool.as_ref()).or(volume.spec.pool.as_ref())?;
+    let members = |pool| -> BTreeSet<NodeId> { sight.cluster.members(pool).into_iter().collect() };
+    if pool == layer || !members(pool).is_disjoint(&members(layer)) {
+        return None;
+    }
+    let name = volume.name_any();
+    let message = format!(
+        "Volume {name} is in storage pool {pool}, and no node is attached to that and to {layer}, where the writable layer \
+         is: attach a node to both, or move one of them"
+    );
+    Some(Wait::placement("VolumeOutOfReach", message))
 }
 
 fn start(sight: &Sight<'_>, mut draft: Draft<'_>, request: PowerRequest, volume: Option<&Volume>) -> Decision {
@@ -176,7 +212,8 @@ fn demand(
     let wanted_pool = sight.workspace.spec.writable_layer.as_ref().and_then(|layer| layer.pool.clone());
     let layer = match &draft.status.writable_layer {
         Some(layer) => {
-            let to_allocate = if layer.created { Bytes(0) } else { layer.size };
+            let whole = layer.grow_to.unwrap_or(layer.size);
+            let to_allocate = if layer.created { whole.saturating_sub(layer.size) } else { whole };
             Disk::In { pool: layer.pool.clone(), to_allocate }
         }
         None => Disk::New { pool: wanted_pool, size: amounts.layer },
@@ -196,8 +233,9 @@ fn disk(volume: &Volume) -> Disk {
     let size = launch::volume_size(volume);
     match status.and_then(|status| status.pool.clone()) {
         Some(pool) => {
-            let is_made = status.is_some_and(|status| status.size.is_some());
-            Disk::In { pool, to_allocate: if is_made { Bytes(0) } else { size } }
+            let made = status.and_then(|status| status.size);
+            let grows_by = status.and_then(|status| status.grow_to).unwrap_or(size).saturating_sub(size);
+            Disk::In { pool, to_allocate: if made.is_some() { grows_by } else { size } }
         }
         None => Disk::New { pool: volume.spec.pool.clone(), size },
     }

@@ -5,6 +5,7 @@
 //! in between leaves a status from which the next one decides the same step.
 
 mod delete;
+mod growth;
 pub(super) mod idle;
 mod lost;
 pub(super) mod running;
@@ -56,6 +57,8 @@ pub enum Action {
     },
     DeleteVolume,
     UnbindVolume,
+    /// Let a Volume go that the spec does not name any more.
+    ReleaseVolume(String),
     /// Keep a record and let the object go.
     Bury,
 }
@@ -71,6 +74,7 @@ impl Action {
             Self::DeleteLayer { .. } => Some("before-delete-layer"),
             Self::DeleteVolume => Some("before-delete-volume"),
             Self::UnbindVolume => Some("before-unbind-volume"),
+            Self::ReleaseVolume(_) => Some("before-release-volume"),
             Self::Bury => Some("before-bury"),
             Self::Rest | Self::AddFinalizer | Self::Go | Self::Settle { .. } => None,
         }

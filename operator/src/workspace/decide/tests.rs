@@ -1,6 +1,8 @@
-//! Decisions, one by one; [`walk`] strings them together and dies between any two of them.
+//! Decisions, one by one; [`wishes`] has those about what a stopped one is to become, and [`walk`] strings decisions
+//! together and dies between any two of them.
 
 mod walk;
+mod wishes;
 
 use std::collections::BTreeMap;
 
@@ -34,6 +36,10 @@ pub(super) struct Facts {
     offline: Vec<NodeId>,
     settling: bool,
     lost: Vec<PoolId>,
+    others_bound: Vec<String>,
+    room: Option<Bytes>,
+    /// Of pools; one that is not here has node a.
+    members: Vec<(PoolId, Vec<NodeId>)>,
 }
 
 impl Cluster for Facts {
@@ -65,8 +71,13 @@ impl Cluster for Facts {
         self.lost.contains(pool)
     }
 
-    fn members(&self, _: &PoolId) -> Vec<NodeId> {
-        vec![node("a")]
+    fn members(&self, pool: &PoolId) -> Vec<NodeId> {
+        let known = self.members.iter().find(|(known, _)| known == pool);
+        known.map_or_else(|| vec![node("a")], |(_, members)| members.clone())
+    }
+
+    fn room_in(&self, _: &PoolId) -> Option<Bytes> {
+        self.room
     }
 
     fn was_told(&self, instance: InstanceId) -> bool {
@@ -129,7 +140,7 @@ fn holder(epoch: u64, idle: bool) -> Holder {
 }
 
 fn layer(created: bool) -> LayerStatus {
-    LayerStatus { pool: pool(), size: Bytes::mib(1024), created }
+    LayerStatus { pool: pool(), size: Bytes::mib(1024), grow_to: None, created }
 }
 
 /// As it is after a start that was asked for by creation.
@@ -175,6 +186,7 @@ pub(super) fn look_with(
         workspace,
         template,
         volume,
+        others_bound: facts.others_bound.clone(),
         cluster: facts,
         now: at(100),
         fresh_id: WorkspaceId::generate(),
@@ -280,6 +292,7 @@ fn what_nobody_takes_fails_or_waits_as_the_request_says() {
             workspace: &workspace,
             template: Some(&template),
             volume: None,
+            others_bound: Vec::new(),
             cluster: &facts,
             now: at(1),
             fresh_id: WorkspaceId::generate(),

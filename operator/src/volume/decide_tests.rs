@@ -1,0 +1,107 @@
+//! The size that is asked of a Volume.
+
+use kibo_crds::{Bytes, Incarnation, NodeId, PoolId, volume::GrantedFor, volume::VolumeSpec};
+
+use super::*;
+use crate::node::Void;
+
+/// A pool that no node reaches, with so much left.
+struct Room(Bytes);
+
+impl Cluster for Room {
+    fn void(&self, _: &NodeId, _: Incarnation) -> Option<Void> {
+        None
+    }
+
+    fn session(&self, _: &NodeId) -> Option<Incarnation> {
+        None
+    }
+
+    fn is_offline(&self, _: &NodeId) -> bool {
+        false
+    }
+
+    fn is_settling(&self) -> bool {
+        false
+    }
+
+    fn others_reach(&self, _: &PoolId, _: &NodeId) -> bool {
+        false
+    }
+
+    fn reachable_members(&self, _: &PoolId) -> Vec<(NodeId, Incarnation)> {
+        Vec::new()
+    }
+
+    fn members(&self, _: &PoolId) -> Vec<NodeId> {
+        Vec::new()
+    }
+
+    fn room_in(&self, _: &PoolId) -> Option<Bytes> {
+        Some(self.0)
+    }
+
+    fn was_told(&self, _: InstanceId) -> bool {
+        false
+    }
+}
+
+/// One of 64 MiB of which as much is asked.
+fn asked(mib: u32) -> Volume {
+    let spec: VolumeSpec = serde_json::from_value(serde_json::json!({ "size": format!("{mib}Mi") })).unwrap();
+    let mut volume = Volume::new("data", spec);
+    volume.metadata.finalizers = Some(vec![VOLUME_FINALIZER.to_owned()]);
+    volume.status =
+        Some(VolumeStatus { pool: Some("p".parse().unwrap()), size: Some(Bytes::mib(64)), ..VolumeStatus::default() });
+    volume
+}
+
+/// The status once it was looked at.
+fn after(volume: &Volume, room: u32) -> VolumeStatus {
+    let decision = decide(&Sight {
+        volume,
+        bound_to: Owner::Gone,
+        granted_for: Owner::Gone,
+        created_for: Owner::Gone,
+        cluster: &Room(Bytes::mib(room)),
+        now: Time(jiff::Timestamp::from_second(1).unwrap()),
+    });
+    decision.status.map_or_else(|| volume.status.clone().unwrap(), |status| *status)
+}
+
+fn unmet(status: &VolumeStatus) -> Option<&str> {
+    status.conditions.iter().find(|it| it.type_ == "Resized").map(|it| it.reason.as_str())
+}
+
+#[test]
+fn a_volume_grows_to_what_its_pool_can_hold() {
+    let grows = after(&asked(128), 64);
+    assert_eq!((grows.grow_to, unmet(&grows)), (Some(Bytes::mib(128)), Some("AtNextStart")));
+    let refused = after(&asked(128), 63);
+    assert_eq!((refused.grow_to, unmet(&refused)), (None, Some("ResourceExhausted")));
+    let agrees = after(&asked(64), 0);
+    assert_eq!((agrees.grow_to, unmet(&agrees)), (None, None));
+}
+
+#[test]
+fn a_size_that_was_refused_is_forgotten_when_less_is_asked_for() {
+    let mut volume = asked(128);
+    volume.status = Some(after(&volume, 0));
+    volume.spec = asked(64).spec;
+    let status = after(&volume, 0);
+    assert_eq!((status.grow_to, unmet(&status)), (None, None));
+}
+
+#[test]
+fn what_a_start_was_told_stays_while_it_lasts() {
+    let mut volume = asked(128);
+    let mut status = after(&volume, 64);
+    let instance_id = InstanceId::generate();
+    status.granted_for = Some(GrantedFor { workspace_uid: "u".into(), instance_id });
+    volume.status = Some(status);
+    let starting = after(&volume, 0);
+    assert_eq!((starting.grow_to, unmet(&starting)), (Some(Bytes::mib(128)), Some("AtNextStart")));
+    let grown = volume.status.as_mut().unwrap();
+    (grown.size, grown.grow_to) = (Some(Bytes::mib(128)), None);
+    assert_eq!(unmet(&after(&volume, 0)), None);
+}

@@ -1,0 +1,55 @@
+//! The size of the writable layer that was asked for, while nothing runs.
+
+use kibo_crds::{Bytes, ConditionType, digest, workspace::WritableLayer};
+
+use crate::{
+    growth::{Asked, Growth, judge},
+    workspace::{draft::Draft, sight::Sight},
+};
+
+/// Name of the command, in its record.
+pub const RESIZE: &str = "resize";
+
+/// Accepts the size, or says why not. A layer that does not exist is made in that size: there is nothing to judge.
+pub(super) fn take(sight: &Sight<'_>, draft: &mut Draft<'_>) {
+    let asked = sight.workspace.spec.writable_layer.clone().unwrap_or_default();
+    let wanted = asked.size.as_ref().and_then(|size| size.amount().ok());
+    let capacity = draft.status.writable_layer.as_ref().map(|layer| layer.grow_to.unwrap_or(layer.size));
+    let growth = match &draft.status.writable_layer {
+        None => Growth::default(),
+        Some(layer) => {
+            let asked = Asked {
+                what: "the writable layer",
+                pool: &layer.pool,
+                size: layer.size,
+                is_made: layer.created,
+                accepted: layer.grow_to,
+                wanted,
+            };
+            judge(&asked, || sight.cluster.room_in(&layer.pool))
+        }
+    };
+    record(draft, &asked, wanted, capacity, &growth);
+    if let Some(layer) = &mut draft.status.writable_layer {
+        layer.grow_to = growth.grow_to;
+    }
+    draft.judge(ConditionType::Resized, growth.unmet);
+}
+
+/// Once for each request. One that asks for what there is opens no command.
+fn record(
+    draft: &mut Draft<'_>,
+    asked: &WritableLayer,
+    wanted: Option<Bytes>,
+    capacity: Option<Bytes>,
+    growth: &Growth,
+) {
+    let Some(id) = asked.request_id.as_ref().filter(|id| draft.status.resize_request_id.as_ref() != Some(id)) else {
+        return;
+    };
+    draft.status.resize_request_id = Some(id.clone());
+    if wanted.is_some() && wanted != capacity {
+        let failure = growth.unmet.clone().filter(|_| growth.is_refused());
+        draft.record_finished(id, RESIZE, digest(&wanted), failure);
+    }
+}
