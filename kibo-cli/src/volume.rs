@@ -1,5 +1,7 @@
 //! `kibo volume`: disks with a life of their own, bound by at most one Workspace each.
 
+mod resize;
+
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
@@ -37,6 +39,8 @@ pub enum Command {
     /// List Volumes
     #[command(alias = "ls")]
     List(List),
+    /// Make the disk of a Volume larger, from the next start of a Workspace with it on
+    Resize(Resize),
     /// Delete Volumes that no Workspace binds, with their data
     #[command(alias = "rm")]
     Delete {
@@ -68,6 +72,17 @@ pub struct Create {
 }
 
 #[derive(Args, Debug)]
+pub struct Resize {
+    #[arg(value_name = "VOLUME")]
+    name: String,
+    /// The size that the disk is to have, whole MiB; it only grows
+    #[arg(long)]
+    size: SizeQuantity,
+    #[command(flatten)]
+    output: OutputArgs,
+}
+
+#[derive(Args, Debug)]
 pub struct List {
     /// In all namespaces
     #[arg(short = 'A', long, conflicts_with = "namespace")]
@@ -91,6 +106,7 @@ pub async fn run(cluster: &Cluster, command: Command) -> Result<()> {
             present(output.form(), &One { volume, events, now })
         }
         Command::List(args) => list(cluster, args).await,
+        Command::Resize(args) => resize::resize(cluster, args).await,
         Command::Delete { names, wait } => {
             for name in names {
                 delete(cluster, &name, wait.wanted()).await?;
@@ -187,6 +203,8 @@ struct View {
     state: Option<String>,
     size: String,
     size_bytes: Option<u64>,
+    /// What the next start makes it.
+    grows_to_bytes: Option<u64>,
     pool_id: Option<String>,
     workspace: Option<String>,
     holder: Option<HolderView>,
@@ -213,6 +231,7 @@ impl From<&Volume> for View {
             state: status.phase.as_ref().map(enum_word),
             size: volume.spec.size.to_string(),
             size_bytes: status.size.map(|size| size.0),
+            grows_to_bytes: status.grow_to.map(|size| size.0),
             pool_id: pool(volume),
             workspace: status.bound_to.map(|bound| bound.name),
             holder: status.holder.map(|holder| HolderView {
@@ -384,7 +403,7 @@ default     new    -       1Gi    shared    -           -     -         -
         }));
         let expected = serde_json::json!({
             "name": "new", "namespace": "default", "state": "AVAILABLE", "size": "1Gi", "size_bytes": 1_073_741_824,
-            "pool_id": "shared", "workspace": null, "holder": null, "epoch": null, "labels": { "a": "b" },
+            "grows_to_bytes": null, "pool_id": "shared", "workspace": null, "holder": null, "epoch": null, "labels": { "a": "b" },
             "created_at": null, "conditions": [],
         });
         assert_eq!(serde_json::to_value(View::from(&volume)).unwrap(), expected);

@@ -108,12 +108,12 @@ impl From<Egress> for WorkspaceNetwork {
 
 /// What is mounted, and where.
 #[derive(Clone, Debug)]
-struct Mount<T> {
-    what: T,
-    path: String,
+pub struct Mount<T> {
+    pub what: T,
+    pub path: String,
 }
 
-fn mount<T: std::str::FromStr<Err: ToString>>(text: &str) -> Result<Mount<T>, String> {
+pub fn mount<T: std::str::FromStr<Err: ToString>>(text: &str) -> Result<Mount<T>, String> {
     let (what, path) = text.split_once(':').ok_or("must have a colon before the path: data:/data")?;
     let what = what.parse().map_err(|error: T::Err| error.to_string())?;
     Ok(Mount { what, path: path.to_owned() })

@@ -1,5 +1,7 @@
 //! `kibo workspace`: microVMs, from creation to deletion.
 
+mod bind;
+mod change;
 mod cleanup;
 mod create;
 mod delete;
@@ -12,6 +14,7 @@ mod table;
 mod target;
 #[cfg(test)]
 mod tests;
+mod update;
 mod view;
 mod wait;
 
@@ -47,6 +50,14 @@ pub enum Command {
     Stop(Stop),
     /// Stop a Workspace and start it on another node
     Move(relocate::Move),
+    /// Change what a stopped Workspace gets of CPU and memory at its next start
+    Update(update::Update),
+    /// Make the writable layer of a stopped Workspace larger, from its next start on
+    Resize(update::Resize),
+    /// Bind an existing Volume to a stopped Workspace, or mount the one that it has elsewhere
+    Bind(bind::Bind),
+    /// Release the Volume of a stopped Workspace; its data is kept
+    Unbind(bind::Unbind),
     /// Delete Workspaces, with their writable layers
     #[command(alias = "rm")]
     Delete(delete::Delete),
@@ -124,6 +135,10 @@ pub async fn run(cluster: &Cluster, command: Command) -> Result<u8> {
         Command::Start(args) => power::start(cluster, args).await?,
         Command::Stop(args) => power::stop(cluster, args).await?,
         Command::Move(args) => relocate::relocate(cluster, args).await?,
+        Command::Update(args) => update::update(cluster, args).await?,
+        Command::Resize(args) => update::resize(cluster, args).await?,
+        Command::Bind(args) => bind::bind(cluster, args).await?,
+        Command::Unbind(args) => bind::unbind(cluster, args).await?,
         Command::Delete(args) => delete::delete(cluster, args).await?,
         Command::Cp(args) => stream::cp::copy(cluster, args).await?,
         Command::Logs(args) => stream::logs::logs(cluster, args).await?,

@@ -94,7 +94,8 @@ impl One {
             (Some(pool), false) => format!(", not made yet, in pool {pool}"),
             (None, _) => ", not made yet".to_owned(),
         };
-        format!("{size}{place}")
+        let growth = view.grows_to.map(|size| format!(", {size} from the next start on")).unwrap_or_default();
+        format!("{size}{place}{growth}")
     }
 
     fn volume(&self) -> String {

@@ -120,7 +120,10 @@ fn the_json_of_a_workspace() {
     assert_eq!(view["reason"], json!(null));
     assert_eq!(view["node_id"], "node-1");
     assert_eq!(view["execution"]["cpu_millis"], 1000);
-    assert_eq!(view["writable_layer"], json!({ "size": "1Gi", "pool_id": "local-a", "created": true }));
+    assert_eq!(
+        view["writable_layer"],
+        json!({ "size": "1Gi", "grows_to": null, "pool_id": "local-a", "created": true })
+    );
     assert_eq!(view["volume"], json!({ "name": "dev", "mount_path": "/data", "delete_with_workspace": false }));
     assert_eq!(
         view["power"],

@@ -47,7 +47,10 @@ struct ResourcesView {
 
 #[derive(Serialize)]
 pub struct LayerView {
+    /// Of the layer that there is, else of the one that is asked for.
     pub size: Option<String>,
+    /// What the next start makes it.
+    pub grows_to: Option<String>,
     pub pool_id: Option<String>,
     pub created: bool,
 }
@@ -180,10 +183,10 @@ impl From<&Workspace> for View {
 pub fn layer_view(workspace: &Workspace, status: &WorkspaceStatus) -> LayerView {
     let (wanted, made) = (workspace.spec.writable_layer.as_ref(), status.writable_layer.as_ref());
     LayerView {
-        size: wanted
-            .and_then(|layer| layer.size.as_ref())
-            .map(ToString::to_string)
-            .or(made.map(|layer| layer.size.to_string())),
+        size: made
+            .map(|layer| layer.size.to_string())
+            .or(wanted.and_then(|layer| layer.size.as_ref()).map(ToString::to_string)),
+        grows_to: made.and_then(|layer| layer.grow_to).map(|size| size.to_string()),
         pool_id: made
             .map(|layer| &layer.pool)
             .or(wanted.and_then(|layer| layer.pool.as_ref()))

@@ -37,6 +37,10 @@ impl Cluster for Room {
         Vec::new()
     }
 
+    fn is_lost(&self, _: &PoolId) -> bool {
+        false
+    }
+
     fn room_in(&self, _: &PoolId) -> Option<Bytes> {
         Some(self.0)
     }

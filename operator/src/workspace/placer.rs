@@ -141,10 +141,8 @@ fn access(world: &World, pool: &DeclaredPool) -> PoolAccess {
 pub(super) fn room_in(world: &World, pool: &PoolId) -> Option<Bytes> {
     let snapshots = world.ctx.registry.snapshot();
     let pools = candidates(world, &snapshots).into_iter().flat_map(|node| node.pools);
-    pools
-        .filter(|candidate| candidate.id == *pool && candidate.access == PoolAccess::Reached)
-        .filter_map(|candidate| candidate.free)
-        .max()
+    let reached = pools.filter(|candidate| candidate.id == *pool && candidate.access == PoolAccess::Reached);
+    reached.filter_map(|pool| pool.free.into_iter().chain(pool.unallocated).min()).max()
 }
 
 fn closed(snapshot: &NodeSnapshot) -> Option<Exclusion> {

@@ -78,7 +78,14 @@ fn uid() -> ObjectUid {
 
 fn object(pool: &str, epoch: u64, predecessor_end: PredecessorEnd) -> GrantedObject {
     GrantedObject {
-        object: Object { uid: uid(), pool: id(pool), size: Bytes::mib(64), must_exist: epoch > 1, pool_capacity: None, grows_from: None },
+        object: Object {
+            uid: uid(),
+            pool: id(pool),
+            size: Bytes::mib(64),
+            must_exist: epoch > 1,
+            pool_capacity: None,
+            grows_from: None,
+        },
         grant: Grant { epoch: Epoch(epoch), predecessor: Epoch(epoch - 1), predecessor_end },
     }
 }
