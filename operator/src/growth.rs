@@ -16,8 +16,6 @@ pub struct Asked<'a> {
     pub what: &'a str,
     pub pool: &'a PoolId,
     pub size: Bytes,
-    /// What takes up room already: nothing while it is not known to be made.
-    pub is_made: bool,
     /// What was accepted before.
     pub accepted: Option<Bytes>,
     /// Absent: nobody asks for a size of its own.
@@ -44,7 +42,8 @@ pub fn judge(asked: &Asked<'_>, room: impl FnOnce() -> Option<Bytes>) -> Growth 
     let Some(wanted) = asked.wanted.filter(|wanted| wanted > size) else { return Growth::default() };
     // What was accepted stays so: room that has gone since is missed by the start.
     let is_accepted = asked.accepted.is_some_and(|accepted| wanted <= accepted);
-    let needed = if asked.is_made { wanted.saturating_sub(*size) } else { wanted };
+    // What was accepted counts as allocated already, as does what is to be made.
+    let needed = wanted.saturating_sub(asked.accepted.unwrap_or(*size).max(*size));
     if !is_accepted && let Some(room) = room().filter(|room| needed > *room) {
         let (room, needed) = (whole_mib(room), whole_mib(needed));
         let message = format!(
@@ -71,7 +70,6 @@ mod tests {
             what: "the writable layer",
             pool: &pool,
             size: Bytes::mib(size),
-            is_made: true,
             accepted: accepted.map(Bytes::mib),
             wanted: wanted.map(Bytes::mib),
         };
@@ -98,21 +96,7 @@ mod tests {
         assert_eq!(judged(10, Some(30), Some(20), Some(0)), grows(20));
         assert_eq!(judged(10, Some(30), Some(10), Some(0)), (None, String::new()));
         let refused = (Some(Bytes::mib(30)), RESOURCE_EXHAUSTED.to_owned());
-        assert_eq!(judged(10, Some(30), Some(90), Some(40)), refused, "a refusal leaves what was accepted");
-    }
-
-    #[test]
-    fn an_image_that_may_not_be_there_needs_its_whole_size() {
-        let pool: PoolId = "p".parse().unwrap();
-        let asked = Asked {
-            what: "it",
-            pool: &pool,
-            size: Bytes::mib(10),
-            is_made: false,
-            accepted: None,
-            wanted: Some(Bytes::mib(30)),
-        };
-        assert!(judge(&asked, || Some(Bytes::mib(20))).is_refused());
-        assert!(!judge(&asked, || Some(Bytes::mib(30))).is_refused());
+        assert_eq!(judged(10, Some(30), Some(90), Some(59)), refused, "a refusal leaves what was accepted");
+        assert_eq!(judged(10, Some(30), Some(90), Some(60)), grows(90), "which counts already");
     }
 }

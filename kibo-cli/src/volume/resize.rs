@@ -92,8 +92,10 @@ async fn settled(
         .await?;
     let Some(message) = refusal(&volume).filter(|_| volume.spec.size == *size) else { return Ok(volume) };
     let error = Error::new(Kind::ResourceExhausted, format!("{subject}: {message}"));
+    let has = volume.status.as_ref().and_then(|status| status.grow_to.or(status.size)).map(SizeQuantity::from);
     let patch = json!({
-        "metadata": { "resourceVersion": volume.resource_version() }, "spec": { "size": before.spec.size },
+        "metadata": { "resourceVersion": volume.resource_version() },
+        "spec": { "size": has.as_ref().unwrap_or(&before.spec.size) },
     });
     let next = match api.patch(&subject.name, &PatchParams::default(), &Patch::Merge(patch)).await {
         Ok(_) => format!("see what the pools have left: {} storage-pool list", crate::errors::program()),

@@ -1,11 +1,7 @@
 //! `kibo workspace bind` and `unbind`: which Volume a stopped Workspace mounts from its next start on.
 
 use clap::Args;
-use kibo_crds::{
-    ConditionType, Volume, Workspace,
-    volume::VolumePhase,
-    workspace::{VolumeBinding, WorkspaceStatus},
-};
+use kibo_crds::{ConditionType, Volume, Workspace, volume::VolumePhase, workspace::WorkspaceStatus};
 use kube::ResourceExt as _;
 use serde_json::{Value, json};
 
@@ -148,15 +144,15 @@ async fn bound(target: &Target<'_>, args: &Bind, before: &Workspace) -> Result<(
         return Err(refusal);
     }
     let is_mine = |workspace: &Workspace| volume_name(workspace).as_ref() == Some(name);
-    Err(target.take_back(json!({ "volume": as_it_was(before.spec.volume.as_ref()) }), is_mine, refusal).await)
+    Err(target.take_back(json!({ "volume": as_it_was(before) }), is_mine, refusal).await)
 }
 
 /// For a merge. A Volume that was made with the Workspace is an existing one by now.
-fn as_it_was(binding: Option<&VolumeBinding>) -> Value {
-    let Some(binding) = binding else { return Value::Null };
+fn as_it_was(before: &Workspace) -> Value {
+    let Some(binding) = &before.spec.volume else { return Value::Null };
     json!({
-        "claim": binding.claim,
-        "new": binding.new,
+        "claim": volume_name(before),
+        "new": null,
         "mountPath": binding.mount_path,
         "deleteWithWorkspace": binding.delete_with_workspace,
     })
@@ -214,6 +210,14 @@ mod tests {
             assert!(is_written(&claim, line), "{line:?}");
         }
         assert!(is_written(&Value::Null, &["data:/data"]));
+    }
+
+    #[test]
+    fn a_refused_binding_is_put_back_as_one_of_a_volume_that_exists() {
+        let new = json!({ "new": { "size": "1Gi" }, "mountPath": "/data", "deleteWithWorkspace": true });
+        let back = json!({ "claim": "dev", "new": null, "mountPath": "/data", "deleteWithWorkspace": true });
+        assert_eq!(as_it_was(&workspace(&new, &json!({}))), back);
+        assert_eq!(as_it_was(&workspace(&Value::Null, &json!({}))), Value::Null);
     }
 
     #[test]

@@ -320,7 +320,9 @@ fn kind_of(reason: &str) -> Kind {
         "ResourceExhausted" => Kind::ResourceExhausted,
         "Unavailable" | "NodeUnreachable" | "NodeRestarted" => Kind::Unavailable,
         "HolderUnreachable" | "HolderConflict" | "VolumeInUse" | "VolumeNameTaken" | "VolumeDeleting"
-        | "NoPoolMember" | "RunsElsewhere" | "NoExecution" | "Deleting" => Kind::FailedPrecondition,
+        | "VolumeLost" | "VolumeOutOfReach" | "NoPoolMember" | "RunsElsewhere" | "NoExecution" | "Deleting" => {
+            Kind::FailedPrecondition
+        }
         "Superseded" => Kind::Aborted,
         "InvalidAmounts" => Kind::InvalidArgument,
         reason if reason.ends_with("NotFound") => Kind::NotFound,

@@ -153,15 +153,15 @@ fn amount(layer: &WritableLayer) -> Option<Bytes> {
 fn size(workspace: &Workspace, request: &Request, of_template: Option<Bytes>, subject: &Subject) -> Result<Wanted> {
     let own = workspace.spec.writable_layer.as_ref().and_then(amount);
     let made = workspace.status.as_ref().and_then(|status| status.writable_layer.as_ref());
-    let least = made.map(|made| made.size).or(own).or(of_template);
-    let capacity = made.and_then(|made| made.grow_to).or(least);
+    // What was accepted is what it has, though it is made so by the next start only.
+    let capacity = made.map(|made| made.grow_to.unwrap_or(made.size)).or(own).or(of_template);
     if capacity == Some(request.amount) {
         // A size that was refused may stand in its spec.
         let layer = json!({ "size": request.size, "requestId": null });
         let is_asked = own.is_none_or(|own| own == request.amount);
         return Ok(if is_asked { Wanted::Nothing } else { Wanted::Spec(json!({ "writableLayer": layer })) });
     }
-    if let Some(least) = least.filter(|least| request.amount < *least) {
+    if let Some(least) = capacity.filter(|capacity| request.amount < *capacity) {
         let message = format!("{subject}: its writable layer has {least}, and only grows: {} is less", request.size);
         return Err(Error::invalid(message));
     }
@@ -178,7 +178,11 @@ async fn outcome(target: &Target<'_>, request: &Request, before: &Workspace) -> 
     let Some(message) = refused else { return Ok(()) };
     let refusal = Error::new(Kind::ResourceExhausted, format!("{}: {message}", target.subject))
         .next(format!("see what the pools have left: {} storage-pool list", crate::errors::program()));
-    let layer = before.spec.writable_layer.as_ref().map(|layer| json!({ "size": layer.size, "requestId": null }));
+    // What a command before left there that was cut off is no wish of anybody.
+    let layer = before.spec.writable_layer.as_ref().map(|layer| {
+        let size = layer.size.as_ref().filter(|_| layer.request_id.as_ref() != Some(&request.id));
+        json!({ "size": size, "requestId": null })
+    });
     let is_mine = |workspace: &Workspace| {
         workspace.spec.writable_layer.as_ref().is_some_and(|layer| layer.request_id.as_ref() == Some(&request.id))
     };
@@ -218,7 +222,7 @@ mod tests {
         let asked = json!({ "size": "2Gi", "requestId": "a" });
         assert_eq!(decided(&json!({}), &json!({}), "2Gi").unwrap(), Some(asked.clone()), "it does not exist yet");
         assert_eq!(decided(&json!({}), &made(1024, None), "2Gi").unwrap(), Some(asked.clone()));
-        assert_eq!(decided(&json!({}), &made(1024, Some(4096)), "2Gi").unwrap(), Some(asked), "not yet so large");
+        assert_eq!(decided(&json!({}), &made(512, Some(1024)), "2Gi").unwrap(), Some(asked), "once more");
     }
 
     #[test]
@@ -237,6 +241,7 @@ mod tests {
             (json!({}), json!({})),
             (json!({ "writableLayer": { "size": "1Gi" } }), json!({})),
             (json!({}), made(1024, None)),
+            (json!({}), made(512, Some(1024))),
         ] {
             let error = decided(&spec, &status, "1023Mi").unwrap_err();
             assert_eq!(error.kind, Kind::InvalidArgument, "{error}");

@@ -78,8 +78,14 @@ impl Pool {
         let records = record_files::list(&self.object_dir(uid)).map_err(self.io("read the holder records", uid))?;
         let predecessor = records.0.keys().next_back().copied().unwrap_or_default();
         let epoch = predecessor.next().unwrap_or(predecessor);
-        let object =
-            Object { uid: uid.clone(), pool: self.id.clone(), size: Bytes(0), must_exist: false, pool_capacity: None };
+        let object = Object {
+            uid: uid.clone(),
+            pool: self.id.clone(),
+            size: Bytes(0),
+            must_exist: false,
+            pool_capacity: None,
+            grows_from: None,
+        };
         let grant = Grant { epoch, predecessor, predecessor_end: PredecessorEnd::Released };
         self.delete(&GrantedObject { object, grant }, taker)
     }

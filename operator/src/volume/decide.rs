@@ -123,7 +123,7 @@ fn grow(sight: &Sight<'_>, status: &mut VolumeStatus) {
         return;
     }
     let (accepted, wanted) = (status.grow_to, sight.volume.spec.size.amount().ok());
-    let asked = Asked { what: "its image", pool: &pool, size, is_made: true, accepted, wanted };
+    let asked = Asked { what: "its image", pool: &pool, size, accepted, wanted };
     let growth = growth::judge(&asked, || sight.cluster.room_in(&pool));
     status.grow_to = growth.grow_to;
     set_resized(sight, status, growth.unmet);

@@ -94,7 +94,7 @@ impl Projection<Volume> for ByHolder {
             }
             if let Some(pool) = &status.pool {
                 let usage = self.pools.entry(pool.clone()).or_default();
-                usage.allocated = usage.allocated.saturating_sub(size);
+                usage.allocated = usage.allocated.saturating_sub(status.grow_to.unwrap_or(size));
                 usage.objects = usage.objects.saturating_sub(1);
                 let promised = self.promised.entry(pool.clone()).or_default();
                 *promised = promised.saturating_sub(promised_to(status, size));
@@ -110,7 +110,7 @@ impl Projection<Volume> for ByHolder {
             }
             if let Some(pool) = &status.pool {
                 let usage = self.pools.entry(pool.clone()).or_default();
-                usage.allocated.0 = usage.allocated.0.saturating_add(size.0);
+                usage.allocated.0 = usage.allocated.0.saturating_add(status.grow_to.unwrap_or(size).0);
                 usage.objects += 1;
                 let promised = self.promised.entry(pool.clone()).or_default();
                 promised.0 = promised.0.saturating_add(promised_to(status, size).0);

@@ -128,7 +128,7 @@ impl ByNode {
         }
         if let Some(layer) = &status.writable_layer {
             let pool = self.pools.entry(layer.pool.clone()).or_default();
-            pool.allocated.0 = pool.allocated.0.saturating_add(layer.size.0);
+            pool.allocated.0 = pool.allocated.0.saturating_add(layer.grow_to.unwrap_or(layer.size).0);
             pool.objects += 1;
             let promised = self.promised.entry(layer.pool.clone()).or_default();
             promised.0 = promised.0.saturating_add(promised_to(status, layer).0);
@@ -155,7 +155,7 @@ impl ByNode {
         }
         if let Some(layer) = &status.writable_layer {
             let pool = self.pools.entry(layer.pool.clone()).or_default();
-            pool.allocated = pool.allocated.saturating_sub(layer.size);
+            pool.allocated = pool.allocated.saturating_sub(layer.grow_to.unwrap_or(layer.size));
             pool.objects = pool.objects.saturating_sub(1);
             if let Some(promised) = self.promised.get_mut(&layer.pool) {
                 *promised = promised.saturating_sub(promised_to(status, layer));

@@ -59,10 +59,12 @@ pub fn without_grants(mut launch: v1::Launch) -> v1::Launch {
     launch
 }
 
-/// The same with what may be allocated in the pools of what is to be made.
+/// The same with what may be allocated in the pools of what is to be made, or to grow.
 pub fn with_capacities(mut launch: v1::Launch, capacity: impl Fn(&PoolId) -> Option<Bytes>) -> v1::Launch {
     let volumes = launch.volumes.iter_mut().filter_map(|volume| volume.object.as_mut());
-    for object in volumes.chain(launch.layer.as_mut()).filter(|object| !object.must_exist) {
+    for object in
+        volumes.chain(launch.layer.as_mut()).filter(|object| !object.must_exist || object.grows_from_bytes > 0)
+    {
         object.pool_capacity_bytes = object.pool.parse().ok().and_then(|pool| capacity(&pool)).map(|bytes| bytes.0);
     }
     launch

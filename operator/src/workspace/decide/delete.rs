@@ -45,6 +45,10 @@ pub(super) fn decide(sight: &Sight<'_>, mut draft: Draft<'_>, execution: Option<
             return draft.then(Action::UnbindVolume);
         }
     }
+    // One that its spec does not name any more, or that took the place of one that was refused.
+    if let Some(other) = sight.others_bound.first() {
+        return draft.then(Action::ReleaseVolume(other.clone()));
+    }
     draft.status.volume = None;
     draft.then(Action::Bury)
 }

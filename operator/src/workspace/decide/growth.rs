@@ -1,9 +1,9 @@
 //! The size of the writable layer that was asked for, while nothing runs.
 
-use kibo_crds::{Bytes, ConditionType, digest, workspace::WritableLayer};
+use kibo_crds::{Bytes, CommandId, CommandRecord, CommandResult, ConditionType, digest, workspace::WritableLayer};
 
 use crate::{
-    growth::{Asked, Growth, judge},
+    growth::{Asked, Growth, RESOURCE_EXHAUSTED, judge},
     workspace::{draft::Draft, sight::Sight},
 };
 
@@ -14,6 +14,7 @@ pub const RESIZE: &str = "resize";
 pub(super) fn take(sight: &Sight<'_>, draft: &mut Draft<'_>) {
     let asked = sight.workspace.spec.writable_layer.clone().unwrap_or_default();
     let wanted = asked.size.as_ref().and_then(|size| size.amount().ok());
+    let request_id = asked.request_id.clone();
     let capacity = draft.status.writable_layer.as_ref().map(|layer| layer.grow_to.unwrap_or(layer.size));
     let growth = match &draft.status.writable_layer {
         None => Growth::default(),
@@ -22,11 +23,15 @@ pub(super) fn take(sight: &Sight<'_>, draft: &mut Draft<'_>) {
                 what: "the writable layer",
                 pool: &layer.pool,
                 size: layer.size,
-                is_made: layer.created,
                 accepted: layer.grow_to,
                 wanted,
             };
-            judge(&asked, || sight.cluster.room_in(&layer.pool))
+            match failed_before(draft, request_id.as_ref()) {
+                Some(message) if wanted.is_some() && wanted > capacity => {
+                    Growth { grow_to: layer.grow_to, unmet: Some((RESOURCE_EXHAUSTED, message)) }
+                }
+                _ => judge(&asked, || sight.cluster.room_in(&layer.pool)),
+            }
         }
     };
     record(draft, &asked, wanted, capacity, &growth);
@@ -34,6 +39,14 @@ pub(super) fn take(sight: &Sight<'_>, draft: &mut Draft<'_>) {
         layer.grow_to = growth.grow_to;
     }
     draft.judge(ConditionType::Resized, growth.unmet);
+}
+
+/// A request that was recorded as failed stays so: whoever asked was told.
+fn failed_before(draft: &Draft<'_>, id: Option<&CommandId>) -> Option<String> {
+    let id = id?;
+    let is_it = |record: &&CommandRecord| record.id == *id && record.operation == RESIZE;
+    let record = draft.status.commands.iter().find(is_it)?;
+    (record.result == CommandResult::Failed).then(|| record.message.clone().unwrap_or_default())
 }
 
 /// Once for each request. One that asks for what there is opens no command.

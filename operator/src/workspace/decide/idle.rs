@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use kibo_crds::{
     ConditionType, NodeId, Template, Volume,
-    volume::{BoundTo, VolumePhase},
+    volume::BoundTo,
     workspace::{BoundVolume, PowerRequest, PowerState, StopMode, VolumeBinding, WorkspacePhase},
 };
 use kube::ResourceExt as _;
@@ -45,6 +45,10 @@ pub(super) fn decide(sight: &Sight<'_>, mut draft: Draft<'_>) -> Decision {
     let wants_start = !sight.workspace.is_power_request_consumed() && request.state == PowerState::Running;
     if !sight.workspace.is_power_request_consumed() && request.state == PowerState::Stopped {
         take_stop(&mut draft, &request);
+    }
+    // What it does not name any more is let go also by one that can never start again.
+    if let Binding::Step(action @ Action::ReleaseVolume(_)) = binding {
+        return draft.then(action);
     }
     if let Some(pool) = lost::layer_pool(sight, &draft) {
         lost::fail(&mut draft, &pool, wants_start.then_some(&request));
@@ -131,9 +135,8 @@ fn binding<'a>(sight: &Sight<'a>) -> Binding<'a> {
         );
         return Binding::Blocked(Wait::placement("VolumeNameTaken", message));
     }
-    if volume.status.as_ref().and_then(|status| status.phase) == Some(VolumePhase::Lost) {
-        let message = format!("Volume {name} was in a storage pool that is lost: use another Volume");
-        return Binding::Blocked(Wait::placement("VolumeLost", message));
+    if let Some(wait) = lost::volume(sight, volume) {
+        return Binding::Blocked(wait);
     }
     out_of_reach(sight, volume).map_or(Binding::Step(Action::BindVolume), Binding::Blocked)
 }

@@ -36,7 +36,8 @@ pub(super) fn let_go(sight: &Sight<'_>, draft: &mut Draft<'_>) {
 /// The layer is gone for good: the Workspace has failed, and so does every request to start it.
 pub(super) fn fail(draft: &mut Draft<'_>, pool: &PoolId, start: Option<&PowerRequest>) {
     let message = format!(
-        "its writable layer was in storage pool {pool}, which was declared lost: delete the Workspace, and create another"
+        "its writable layer was in storage pool {pool}, which was declared lost: delete the Workspace (unbind its \
+         Volume before, if it is to be kept), and create another"
     );
     if let Some(request) = start {
         draft.consume(request);

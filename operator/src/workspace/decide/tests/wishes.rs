@@ -1,9 +1,6 @@
 //! What a stopped Workspace is asked to become: another layer size, another Volume.
 
-use kibo_crds::{
-    volume::VolumePhase,
-    workspace::{BoundVolume, VolumeBinding, WritableLayer},
-};
+use kibo_crds::workspace::{BoundVolume, VolumeBinding, WritableLayer};
 
 use super::*;
 use crate::workspace::launch;
@@ -68,6 +65,13 @@ fn a_size_that_the_pool_cannot_hold_is_refused_and_can_be_lowered() {
     assert_eq!(unmet(refused, "Resized"), Some("ResourceExhausted"));
     let record = &refused.commands[0];
     assert_eq!((record.result, record.reason.as_deref()), (CommandResult::Failed, Some("ResourceExhausted")));
+
+    let later = look(&stored(&workspace, &decision), &with_room(4096));
+    assert_eq!(later.outcome.status, None, "a command that has failed is not carried out later");
+    let mut anew = stored(&workspace, &decision);
+    anew.spec.writable_layer.as_mut().unwrap().request_id = None;
+    let taken = look(&anew, &with_room(4096));
+    assert_eq!(status(&taken).writable_layer.as_ref().unwrap().grow_to, Some(Bytes::mib(3072)), "the spec alone is");
 
     let mut lowered = stored(&workspace, &decision);
     lowered.spec.writable_layer.as_mut().unwrap().size = Some("1Gi".parse().unwrap());
@@ -173,12 +177,13 @@ fn without_a_volume_in_its_spec_it_lets_its_volume_go() {
 
 #[test]
 fn a_target_that_is_refused_leaves_the_volume_of_before() {
+    let gone: PoolId = "gone".parse().unwrap();
     let mut lost = volume(None, None);
-    lost.status.as_mut().unwrap().phase = Some(VolumePhase::Lost);
+    lost.status.as_mut().unwrap().pool = Some(gone.clone());
     let far: PoolId = "far".parse().unwrap();
     let mut out_of_reach = volume(None, None);
     out_of_reach.status.as_mut().unwrap().pool = Some(far.clone());
-    let facts = Facts { members: vec![(far.clone(), vec![node("b")])], ..binds_old() };
+    let facts = Facts { members: vec![(far.clone(), vec![node("b")])], lost: vec![gone], ..binds_old() };
     let workspace = claiming(Some("data"));
     for (target, reason) in [
         (None, "VolumeNotFound"),
@@ -195,6 +200,19 @@ fn a_target_that_is_refused_leaves_the_volume_of_before() {
     // A node that is attached to both makes it reachable.
     let facts = Facts { members: vec![(far, vec![node("b"), node("a")])], ..binds_old() };
     assert_eq!(look_at(&workspace, Some(&out_of_reach), &facts).action, Action::BindVolume);
+}
+
+#[test]
+fn who_is_deleted_or_lost_lets_the_volume_of_before_go_too() {
+    let mut deleting = claiming(Some("data"));
+    deleting.metadata.deletion_timestamp = Some(at(5));
+    let status = deleting.status.as_mut().unwrap();
+    (status.writable_layer, status.holder) = (None, None);
+    let taken = volume(Some("someone else"), None);
+    assert_eq!(look_at(&deleting, Some(&taken), &binds_old()).action, Action::ReleaseVolume("old".into()));
+    assert_eq!(look_at(&deleting, Some(&taken), &online()).action, Action::Bury);
+    let facts = Facts { lost: vec![pool()], ..binds_old() };
+    assert_eq!(look_at(&claiming(None), None, &facts).action, Action::ReleaseVolume("old".into()));
 }
 
 #[test]
