@@ -10,6 +10,7 @@ mod complete;
 mod enrollment;
 mod errors;
 mod manifest;
+mod moving;
 mod node;
 mod output;
 #[cfg(test)]

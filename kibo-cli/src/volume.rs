@@ -277,6 +277,7 @@ impl Present for One {
         page.state("State", status.phase.as_ref().map(enum_word).unwrap_or_default());
         page.fact("Size", self.volume.spec.size.to_string());
         page.fact("Pool", pool(&self.volume).unwrap_or_default());
+        page.fact_if("Move", crate::moving::fact(status.r#move.as_ref()));
         page.fact("Workspace", status.bound_to.as_ref().map(|bound| bound.name.clone()).unwrap_or_default());
         page.fact(
             "Held by",

@@ -26,7 +26,7 @@ pub struct LastTaker {
     pub node: NodeId,
     pub incarnation: Incarnation,
     pub epoch: Epoch,
-    /// Absent: it was taken for its deletion.
+    /// Absent: it was taken for a move.
     pub instance: Option<InstanceId>,
     /// Its use was not ended, and nobody declared it dead: it may write.
     pub holds: bool,
@@ -106,7 +106,10 @@ impl Evidence {
         let mut objects = BTreeMap::new();
         for object in &inventory.objects {
             let uid: ObjectUid = parse("object", &object.uid)?;
-            objects.insert(uid.to_string(), object_of(object)?);
+            let new = object_of(object)?;
+            let known = objects.remove(uid.as_str());
+            let kept = known.map_or(new.clone(), |known| the_object(known, new));
+            objects.insert(uid.to_string(), kept);
         }
         Ok(Self { node: node.clone(), incarnation, running, ended, objects })
     }
@@ -177,6 +180,21 @@ impl Evidence {
             None => {}
         }
         right
+    }
+}
+
+/// Of two copies of an object the one that is it: a move marks that by its release, and everything later happens there.
+fn the_object(one: ObjectEvidence, other: ObjectEvidence) -> ObjectEvidence {
+    let rank =
+        |copy: &ObjectEvidence| (copy.highest, copy.last.as_ref().is_some_and(|last| !last.holds), copy.size.is_some());
+    if rank(&other) > rank(&one) { other } else { one }
+}
+
+impl ObjectEvidence {
+    /// Whether it is in this pool now, whatever a store says that knows nothing after `stored`.
+    pub fn has_moved_here(&self, stored: Option<Epoch>) -> bool {
+        let is_copy = self.last.as_ref().is_some_and(|last| last.holds && last.instance.is_none());
+        self.size.is_some() && Some(self.highest) > stored && !is_copy
     }
 }
 

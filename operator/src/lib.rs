@@ -17,6 +17,7 @@ pub mod guarded;
 pub mod health;
 pub mod held;
 pub mod leader;
+pub mod moving;
 pub mod node;
 pub mod overcommit;
 pub mod placement;

@@ -266,7 +266,13 @@ impl Replica {
             storage_pool::run_unowned(ctx.clone(), workspaces.clone(), pool_store, self.args.pool_audit_period());
         tasks.spawn(stop.clone().run_until_cancelled_owned(unowned));
         tasks.spawn(stop.clone().run_until_cancelled_owned(watchdog::run(ctx.clone())));
-        let leading = Leading { nodes: control, desired: workspaces.clone(), events: workspaces, streams };
+        let leading = Leading {
+            nodes: control,
+            desired: workspaces.clone(),
+            events: workspaces.clone(),
+            moves: workspaces,
+            streams,
+        };
         self.server.lead(Arc::new(leading));
         self.readiness.set(true);
         tracing::info!(term = %leadership.term, cluster = self.cluster_id, "leading: nodes and users are served");

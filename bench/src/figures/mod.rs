@@ -3,6 +3,7 @@
 mod decisions;
 mod fleet;
 mod memory;
+mod moving;
 mod start;
 mod streams;
 mod ten;
@@ -26,6 +27,8 @@ pub enum Figure {
     Writes,
     /// Bytes into and out of a guest, beside the bare virtio-serial channel
     Streams,
+    /// An image from one storage pool to another, beside cp
+    Move,
     /// 500 nodes that do nothing: how soon a new leader has them, and what they cost
     Fleet,
     /// Places found in a second for 5000 requests on 5000 nodes
@@ -40,6 +43,7 @@ impl Figure {
             Self::Memory => memory::measure(site).await,
             Self::Writes => writes::measure(site).await,
             Self::Streams => streams::measure(site).await,
+            Self::Move => moving::measure(site).await,
             Self::Fleet => fleet::measure(site).await,
             Self::Decisions => decisions::measure(),
         }

@@ -39,6 +39,8 @@ pub enum Command {
     },
     /// List the disks in a storage pool, and what is there that belongs to nobody
     Objects(Objects),
+    /// Move a Volume or a writable layer that nothing uses to another pool
+    Move(crate::moving::Move),
     /// Set how much may be allocated in a storage pool
     SetCapacity(SetCapacity),
     /// Give up everything in a storage pool whose data is gone, for ever
@@ -65,6 +67,7 @@ pub async fn run(cluster: &Cluster, command: Command) -> Result<()> {
             present(output.form(), &One { pool, events, now })
         }
         Command::Objects(args) => objects(cluster, args).await,
+        Command::Move(args) => crate::moving::run(cluster, args).await,
         Command::SetCapacity(args) => set_capacity(cluster, args).await,
         Command::DeclareLost(args) => declare_lost(cluster, args).await,
     }

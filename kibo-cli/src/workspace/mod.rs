@@ -11,7 +11,7 @@ mod power;
 mod relocate;
 mod stream;
 mod table;
-mod target;
+pub mod target;
 #[cfg(test)]
 mod tests;
 mod update;

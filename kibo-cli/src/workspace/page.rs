@@ -140,6 +140,7 @@ impl One {
         page.fact("CPU", self.amount(cpu, |template| template.spec.resources.cpu.to_string()));
         page.fact("Memory", self.amount(memory, |template| template.spec.resources.memory.to_string()));
         page.fact("Writable layer", self.layer(status));
+        page.fact_if("Move of the layer", crate::moving::fact(status.r#move.as_ref()));
         page.fact_if("Volume", Some(self.volume()));
     }
 }

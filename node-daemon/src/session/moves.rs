@@ -3,6 +3,7 @@
 
 use std::{
     collections::BTreeMap,
+    pin::pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -17,9 +18,11 @@ use crate::{
     pool::{MoveError, Progress},
 };
 
-/// At once; the others wait, since they would only share the same disks.
-const AT_ONCE: usize = 2;
+/// At once; the others wait, since they would only share the same disks. One needs 8 MiB of memory.
+const AT_ONCE: usize = 8;
 const TELL_EVERY: Duration = Duration::from_secs(1);
+/// How soon one that waits for its turn hears that it is to stop.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 /// All moves of this node.
 pub struct Moves {
@@ -142,7 +145,17 @@ struct Failed {
 }
 
 async fn run<I: InstanceControl>(node: &Arc<Node<I>>, order: Order, progress: Arc<Progress>) -> Result<(), Failed> {
-    let _slot = node.moves.slots.acquire().await;
+    let mut slot = pin!(node.moves.slots.acquire());
+    let _slot = loop {
+        tokio::select! {
+            slot = &mut slot => break slot,
+            () = tokio::time::sleep(LOOK_EVERY) => {
+                if progress.is_stopped() {
+                    return Err(Failed { failure: v1::ObjectFailure::Io, message: "it was stopped".into() });
+                }
+            }
+        }
+    };
     let pools = Arc::clone(&node.pools);
     let moved =
         tokio::task::spawn_blocking(move || pools.move_object(&order.granted, &order.to, &order.taker, &progress));

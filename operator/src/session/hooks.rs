@@ -73,6 +73,11 @@ pub trait EventIngest: Send + Sync {
     async fn ingest(&self, node: &NodeId, incarnation: Incarnation, event: v1::InstanceEvent) -> Result<(), Retry>;
 }
 
+/// Hears how moves go.
+pub trait MoveIngest: Send + Sync {
+    fn moved(&self, node: &NodeId, progress: &v1::MoveProgress);
+}
+
 /// What the executions, holders and offers in flight add up to, from the leader's own records.
 /// Who changes them calls [`crate::node::NodeIndex::touch`], so that the Node's status follows.
 pub trait Usage: Send + Sync {

@@ -15,7 +15,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
 use super::{
     hello::{Decision, Existing, Hello, Observed, decide, without_key},
-    hooks::{DesiredSet, EventIngest, StreamAcceptor},
+    hooks::{DesiredSet, EventIngest, MoveIngest, StreamAcceptor},
     live::{NewSession, Session},
 };
 use crate::{
@@ -39,6 +39,7 @@ pub struct Leading {
     pub nodes: Arc<NodeControl>,
     pub desired: Arc<dyn DesiredSet>,
     pub events: Arc<dyn EventIngest>,
+    pub moves: Arc<dyn MoveIngest>,
     pub streams: Arc<dyn StreamAcceptor>,
 }
 

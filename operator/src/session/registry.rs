@@ -100,6 +100,7 @@ pub enum ObjectCommand {
     Delete(v1::DeleteObject),
     ConfirmNotTaken(v1::ConfirmNotTaken),
     RemoveUnowned(v1::RemoveUnowned),
+    Discard(v1::DiscardCopy),
 }
 
 /// Nothing is known of the command's effect; it is idempotent, so send it again later.
@@ -213,6 +214,7 @@ impl Registry {
             ObjectCommand::RemoveUnowned(remove) => {
                 (remove.command_id.clone(), to_node::Message::RemoveUnowned(remove))
             }
+            ObjectCommand::Discard(discard) => (discard.command_id.clone(), to_node::Message::DiscardCopy(discard)),
         };
         let answer = session.expect_command(&id);
         if !session.send(message) {

@@ -318,9 +318,7 @@ async fn handle(
                 tracing::debug!(node = %session.node, "the result of a command that nobody waits for any more");
             }
         }
-        from_node::Message::MoveProgress(progress) => {
-            tracing::debug!(node = %session.node, object = progress.uid, "nobody asked for that move");
-        }
+        from_node::Message::MoveProgress(progress) => leading.moves.moved(&session.node, &progress),
         from_node::Message::StreamRefused(refused) => leading.streams.refused(&session.node, refused),
     }
 }

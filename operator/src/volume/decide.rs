@@ -11,6 +11,7 @@ use kube::ResourceExt as _;
 
 use crate::{
     growth::{self, Asked},
+    moving,
     right::{HasRight as _, Standing, waits_for},
     workspace::sight::Cluster,
 };
@@ -58,17 +59,20 @@ pub struct Decision {
     /// `None`: the stored status is right.
     pub status: Option<Box<VolumeStatus>>,
     pub action: Action,
+    /// Beside it, for its move.
+    pub moving: Option<moving::Action>,
 }
 
 pub fn decide(sight: &Sight<'_>) -> Decision {
     let volume = sight.volume;
     let is_deleting = volume.metadata.deletion_timestamp.is_some();
     if !volume.finalizers().iter().any(|finalizer| finalizer == VOLUME_FINALIZER) {
-        return Decision { status: None, action: if is_deleting { Action::Rest } else { Action::AddFinalizer } };
+        let action = if is_deleting { Action::Rest } else { Action::AddFinalizer };
+        return Decision { status: None, action, moving: None };
     }
     if volume.status.is_none() && sight.created_for != Owner::Gone && !is_deleting {
         // Its Workspace binds it at once: a status before that would only be in the way.
-        return Decision { status: None, action: Action::Rest };
+        return Decision { status: None, action: Action::Rest, moving: None };
     }
     let mut status = volume.status.clone().unwrap_or_default();
     if sight.bound_to == Owner::Gone {
@@ -86,12 +90,60 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
         status.set_right(right);
     }
     grow(sight, &mut status);
-    let (action, wait) = if is_deleting && status.bound_to.is_none() {
+    let moving = advance_move(sight, &mut status, is_deleting);
+    let is_moving = moving::is_open(status.r#move.as_ref());
+    let (action, wait) = if is_deleting && status.bound_to.is_none() && is_moving {
+        (Action::Rest, status.r#move.as_ref().and_then(|moving| moving.message.clone()))
+    } else if is_deleting && status.bound_to.is_none() {
         delete(sight, &mut status)
+    } else if status.r#move.as_ref().is_some_and(|moving| moving.state.holds()) {
+        (Action::Rest, None)
     } else {
         (settle(sight, &status), None)
     };
-    finish(sight, status, action, wait)
+    match moving {
+        Some(moving::Action::Settle { holder }) if action == Action::Rest => {
+            finish(sight, status, Action::Settle { holder }, wait, None)
+        }
+        Some(moving::Action::Settle { .. }) => finish(sight, status, action, wait, None),
+        moving => finish(sight, status, action, wait, moving),
+    }
+}
+
+/// The next step of its move, if there is one.
+fn advance_move(sight: &Sight<'_>, status: &mut VolumeStatus, is_deleting: bool) -> Option<moving::Action> {
+    let request = sight.volume.spec.r#move.as_ref();
+    if request.is_none() && !moving::is_open(status.r#move.as_ref()) {
+        return None;
+    }
+    let decision = moving::decide(&moving::Sight {
+        name: "the Volume",
+        request,
+        status: status.r#move.as_ref(),
+        image: status.pool.clone().zip(status.size),
+        right: status.right(),
+        is_deleting,
+        in_use: is_granted_to_current(sight, status),
+        heard: sight.cluster.heard(&sight.volume.uid().unwrap_or_default()),
+        cluster: sight.cluster,
+        now: sight.now.clone(),
+    });
+    if decision.right.epoch != status.epoch {
+        status.granted_for = None;
+    }
+    status.set_right(decision.right);
+    status.pool = decision.pool.or(status.pool.take());
+    status.r#move = decision.status;
+    decision.action
+}
+
+/// The execution that it was granted for is current, or a start under way will be.
+fn is_granted_to_current(sight: &Sight<'_>, status: &VolumeStatus) -> bool {
+    let granted = status.granted_for.as_ref().map(|granted| granted.instance_id);
+    match sight.granted_for {
+        Owner::Present { instance } => instance.is_some() && instance == granted,
+        Owner::Gone => false,
+    }
 }
 
 /// Its pool was declared lost, and nobody holds it any more.
@@ -149,11 +201,7 @@ fn settle(sight: &Sight<'_>, status: &VolumeStatus) -> Action {
     else {
         return Action::Rest;
     };
-    let granted = status.granted_for.as_ref().map(|granted| granted.instance_id);
-    let is_current = match sight.granted_for {
-        Owner::Present { instance } => instance.is_some() && instance == granted,
-        Owner::Gone => false,
-    };
+    let is_current = is_granted_to_current(sight, status);
     let can_ask = sight.cluster.session(&holder.node) == Some(holder.incarnation);
     if is_current || !can_ask { Action::Rest } else { Action::Settle { holder } }
 }
@@ -192,10 +240,16 @@ fn delete(sight: &Sight<'_>, status: &mut VolumeStatus) -> (Action, Option<Strin
     }
 }
 
-fn finish(sight: &Sight<'_>, mut status: VolumeStatus, action: Action, wait: Option<String>) -> Decision {
+fn finish(
+    sight: &Sight<'_>,
+    mut status: VolumeStatus,
+    action: Action,
+    wait: Option<String>,
+    moving: Option<moving::Action>,
+) -> Decision {
     complete(sight.volume, &mut status, wait, &sight.now);
     let changed = Some(&status) != sight.volume.status.as_ref();
-    Decision { status: changed.then(|| Box::new(status)), action }
+    Decision { status: changed.then(|| Box::new(status)), action, moving }
 }
 
 /// Makes phase and conditions agree with the rest, so that one write says it all.

@@ -7,6 +7,7 @@ use kibo_crds::{Bytes, NodeId, PoolId, Volume, volume::VolumeStatus};
 use crate::{
     cache::{Cache, Key, Projection},
     held::{Held, HeldByNode},
+    moving,
     session::hooks::PoolUsage,
     workspace::launch::volume_size,
 };
@@ -23,6 +24,7 @@ pub struct ByHolder {
     deleting: BTreeSet<Key>,
     /// By the uid of the Workspace that binds them.
     bound: HashMap<String, BTreeSet<Key>>,
+    moving: BTreeSet<Key>,
 }
 
 /// What the image is about to take: all of it while it is not made, and what it grows by while it is being started.
@@ -61,6 +63,15 @@ impl ByHolder {
         self.deleting.iter().cloned().collect()
     }
 
+    /// Volumes that are being moved.
+    pub fn moving(&self) -> Vec<Key> {
+        self.moving.iter().cloned().collect()
+    }
+
+    pub fn promised_in(&self, pool: &PoolId) -> Bytes {
+        self.promised.get(pool).copied().unwrap_or_default()
+    }
+
     pub fn promised(&self) -> impl Iterator<Item = (&PoolId, Bytes)> {
         self.promised.iter().map(|(pool, bytes)| (pool, *bytes))
     }
@@ -77,6 +88,10 @@ impl Projection<Volume> for ByHolder {
         if new.is_some_and(|new| new.metadata.deletion_timestamp.is_some()) {
             self.deleting.insert(key.clone());
         }
+        self.moving.remove(key);
+        if new.and_then(|new| new.status.as_ref()).is_some_and(|it| moving::is_open(it.r#move.as_ref())) {
+            self.moving.insert(key.clone());
+        }
         if let Some((status, size)) = Self::status_of(old) {
             if let Some(bound) = &status.bound_to
                 && let Some(keys) = self.bound.get_mut(&bound.uid)
@@ -85,6 +100,12 @@ impl Projection<Volume> for ByHolder {
                 if keys.is_empty() {
                     self.bound.remove(&bound.uid);
                 }
+            }
+            if let Some(claim) = moving::claim(status.r#move.as_ref(), size) {
+                let pool = self.pools.entry(claim.pool.clone()).or_default();
+                pool.allocated = pool.allocated.saturating_sub(claim.allocated);
+                let promised = self.promised.entry(claim.pool).or_default();
+                *promised = promised.saturating_sub(claim.promised);
             }
             if let Some(holder) = &status.holder {
                 self.held.subtract(holder, status.pool.as_ref());
@@ -103,6 +124,12 @@ impl Projection<Volume> for ByHolder {
         if let Some((status, size)) = Self::status_of(new) {
             if let Some(bound) = &status.bound_to {
                 self.bound.entry(bound.uid.clone()).or_default().insert(key.clone());
+            }
+            if let Some(claim) = moving::claim(status.r#move.as_ref(), size) {
+                let pool = self.pools.entry(claim.pool.clone()).or_default();
+                pool.allocated.0 = pool.allocated.0.saturating_add(claim.allocated.0);
+                let promised = self.promised.entry(claim.pool).or_default();
+                promised.0 = promised.0.saturating_add(claim.promised.0);
             }
             if let Some(holder) = &status.holder {
                 self.held.add(holder, status.pool.as_ref());

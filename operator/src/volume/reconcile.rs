@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use kibo_crds::{InstanceId, VOLUME_FINALIZER, Volume, node::Holder};
+use kibo_crds::{InstanceId, MoveState, MoveStatus, VOLUME_FINALIZER, Volume, node::Holder};
 use kibo_protocol::v1::{self, to_node::Message};
 use kube::ResourceExt as _;
 use serde_json::json;
@@ -12,6 +12,7 @@ use crate::{
     cache::Key,
     clock::now,
     guarded::{self, WriteError},
+    moving,
     session::ObjectCommand,
     workspace::{
         draft::Notice,
@@ -68,22 +69,45 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
         cluster: &**world,
         now: now(),
     };
-    let Decision { status, action } = decide::decide(&sight);
+    let Decision { status, action, moving } = decide::decide(&sight);
     let mut wrote = false;
     if let Some(status) = status {
         tracing::debug!(phase = ?status.phase, ?action, "status");
+        let stored = volume.status.as_ref().and_then(|status| status.r#move.as_ref());
+        let (before, after) = moving::points(stored, status.r#move.as_ref());
+        moving::reach(before).await;
+        if !moving::is_open(status.r#move.as_ref()) {
+            world.hearsay.forget(volume.metadata.uid.as_deref().unwrap_or_default());
+        }
+        let failed = failed_move(stored, status.r#move.as_ref());
         let lets_go = status.holder.is_none() && volume.status.as_ref().is_some_and(|it| it.holder.is_some());
         world.write_volume(&volume, *status).await?;
         if lets_go {
             kibo_failpoint::reach("volume-voided").await;
         }
+        moving::reach(after).await;
+        world.publish(&*volume, failed.into_iter().collect()).await;
         wrote = true;
     }
     let Some(volume) = world.volumes.get(key) else { return Ok(Step::Rest) };
+    let moves = match moving {
+        Some(action) => {
+            moving::act(world, moving::Whose::Volume(key.clone()), launch::volume_object(&volume), action).await
+        }
+        None => Step::Rest,
+    };
     match act(world, &volume, action).await? {
         Step::Rest if wrote => Ok(Step::Again),
+        Step::Rest => Ok(moves),
         step => Ok(step),
     }
+}
+
+/// What people are told when a move has just failed.
+fn failed_move(old: Option<&MoveStatus>, new: Option<&MoveStatus>) -> Option<Notice> {
+    let new =
+        new.filter(|new| new.state == MoveState::Failed && old.is_none_or(|old| old.state != MoveState::Failed))?;
+    Some(Notice::warning("MoveFailed", new.message.as_deref().unwrap_or_default()))
 }
 
 async fn act(world: &Arc<World>, volume: &Volume, action: Action) -> Result<Step, StepError> {
@@ -94,7 +118,11 @@ async fn act(world: &Arc<World>, volume: &Volume, action: Action) -> Result<Step
             finalizers.push(VOLUME_FINALIZER.to_owned());
             patch_finalizers(world, volume, &finalizers).await
         }
-        Action::Settle { holder } => settle(world, volume, &holder).await,
+        Action::Settle { holder } => {
+            let step = settle(world, volume, &holder).await?;
+            kibo_failpoint::reach("grant-settled").await;
+            Ok(step)
+        }
         Action::Delete { holder } => delete(world, volume, &holder).await,
         Action::RemoveFinalizer => remove_finalizer(world, volume).await,
     }

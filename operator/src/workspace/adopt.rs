@@ -70,6 +70,10 @@ pub fn workspace(
         let layer = stored.get_or_insert(found);
         (layer.created, layer.size) = (true, size);
         layer.grow_to = layer.grow_to.filter(|wanted| *wanted > size);
+        if records.has_moved_here(stored.epoch) {
+            layer.pool = records.pool.clone();
+            crate::moving::adopted(draft.status.r#move.as_mut(), &records.pool);
+        }
     }
     let fate = match rightful {
         Some(instance) => {
@@ -189,6 +193,10 @@ pub fn volume(volume: &Volume, evidence: &Evidence, others_reach_it: bool, now: 
     {
         status.pool.get_or_insert(records.pool.clone());
         status.size = records.size;
+        if records.has_moved_here(stored.epoch) {
+            status.pool = Some(records.pool.clone());
+            crate::moving::adopted(status.r#move.as_mut(), &records.pool);
+        }
     }
     if let Some(instance) = user {
         status

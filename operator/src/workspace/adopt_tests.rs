@@ -292,3 +292,35 @@ fn a_volume_follows_the_instance_that_uses_it() {
     let released = super::volume(&volume, &evidence, true, &at());
     assert_eq!((released.holder, released.granted_for, released.epoch), (None, None, Some(Epoch(5))));
 }
+
+#[test]
+fn what_was_moved_after_the_backup_is_where_its_records_say() {
+    let mut volume: Volume = serde_json::from_value(serde_json::json!({
+        "apiVersion": "kibotos.dev/v1alpha1", "kind": "Volume",
+        "metadata": { "name": "v", "uid": VOLUME }, "spec": { "size": "1Gi" },
+        "status": {
+            "pool": "old", "size": 1 << 20, "epoch": 2,
+            "move": {
+                "to": "p", "from": "old", "leftover": "p", "state": "Copying", "epoch": 2, "node": "a", "incarnation": 3,
+                "startedAt": "2026-11-30T00:00:00Z",
+            },
+        },
+    }))
+    .unwrap();
+    let by_move = |epoch, holds| LastTaker { instance: None, ..taker(1, "a", epoch, holds) };
+    let of = |epoch, holds| {
+        let mut evidence = proof(None, None);
+        evidence.objects.insert(VOLUME.into(), records(epoch, Some(by_move(epoch, holds))));
+        evidence
+    };
+    // A copy that was under way says nothing about where the object is.
+    let status = super::volume(&volume, &of(3, true), true, &at());
+    assert_eq!(status.pool.map(|pool| pool.to_string()).as_deref(), Some("old"));
+    let status = super::volume(&volume, &of(3, false), true, &at());
+    let moving = status.r#move.clone().unwrap();
+    assert_eq!(status.pool.as_ref().map(ToString::to_string).as_deref(), Some("p"));
+    assert_eq!(moving.state, kibo_crds::MoveState::Removing);
+    assert_eq!(moving.leftover.map(|pool| pool.to_string()).as_deref(), Some("old"));
+    volume.status = Some(status.clone());
+    assert_eq!(super::volume(&volume, &of(3, false), true, &at()), status, "not idempotent");
+}

@@ -177,6 +177,9 @@ async fn follow_sessions(world: Arc<World>) {
         if reaches != reached {
             world.wake_stranded();
         }
+        if reaches != reached || !moved.is_empty() {
+            world.wake_moving();
+        }
         (known, reached) = (now, reaches);
         tokio::time::sleep(SESSIONS_PAUSE).await;
         if changes.changed().await.is_err() {
@@ -224,6 +227,16 @@ impl World {
     fn wake_stranded(&self) {
         for key in self.workspaces.project(super::index::ByNode::stranded) {
             self.bells.workspaces.push(key);
+        }
+    }
+
+    /// Moves wait for nodes that reach two pools, or one that has something left over.
+    fn wake_moving(&self) {
+        for key in self.workspaces.project(super::index::ByNode::moving) {
+            self.bells.workspaces.push(key);
+        }
+        for key in self.volumes.project(crate::volume::index::ByHolder::moving) {
+            self.bells.volumes.push(key);
         }
     }
 

@@ -13,7 +13,7 @@ use crate::{
     clock::now,
     evidence::Evidence,
     guarded::WriteError,
-    session::hooks::{Absence, Adopted, DesiredSet, EventIngest, NodeUsage, PoolUsage, Retry, Usage},
+    session::hooks::{Absence, Adopted, DesiredSet, EventIngest, MoveIngest, NodeUsage, PoolUsage, Retry, Usage},
 };
 
 /// Conflicts in a row before the session tries again later.
@@ -181,6 +181,12 @@ fn note(world: &World, node: &NodeId, workspace: &Workspace, event: &v1::Instanc
             let words = if ended.message.is_empty() { "it did not start it in time" } else { &ended.message };
             world.avoid(&workspace.uid().unwrap_or_default(), node, words);
         }
+    }
+}
+
+impl MoveIngest for Hooks {
+    fn moved(&self, node: &NodeId, progress: &v1::MoveProgress) {
+        crate::moving::progress(&self.0, node, progress);
     }
 }
 

@@ -10,6 +10,7 @@ use kibo_crds::{
 use crate::{
     cache::{Cache, Key, Projection},
     held::{Held, HeldByNode},
+    moving,
     placement::Used,
     session::hooks::PoolUsage,
     workspace::decide::UNAVAILABLE,
@@ -30,6 +31,7 @@ pub struct ByNode {
     promised: HashMap<PoolId, Bytes>,
     deleting: BTreeSet<Key>,
     stranded: BTreeSet<Key>,
+    moving: BTreeSet<Key>,
 }
 
 impl ByNode {
@@ -63,6 +65,15 @@ impl ByNode {
         self.stranded.iter().cloned().collect()
     }
 
+    /// Workspaces whose layers are being moved.
+    pub fn moving(&self) -> Vec<Key> {
+        self.moving.iter().cloned().collect()
+    }
+
+    pub fn promised_in(&self, pool: &PoolId) -> Bytes {
+        self.promised.get(pool).copied().unwrap_or_default()
+    }
+
     pub fn promised(&self) -> impl Iterator<Item = (&PoolId, Bytes)> {
         self.promised.iter().map(|(pool, bytes)| (pool, *bytes))
     }
@@ -87,9 +98,13 @@ impl Projection<Workspace> for ByNode {
             self.subtract(key, old);
             self.deleting.remove(key);
             self.stranded.remove(key);
+            self.moving.remove(key);
         }
         if new.is_some_and(|new| new.metadata.deletion_timestamp.is_some()) {
             self.deleting.insert(key.clone());
+        }
+        if new.and_then(|new| new.status.as_ref()).is_some_and(|it| moving::is_open(it.r#move.as_ref())) {
+            self.moving.insert(key.clone());
         }
         if new.is_some_and(is_stranded) {
             self.stranded.insert(key.clone());
@@ -132,6 +147,12 @@ impl ByNode {
             pool.objects += 1;
             let promised = self.promised.entry(layer.pool.clone()).or_default();
             promised.0 = promised.0.saturating_add(promised_to(status, layer).0);
+            if let Some(claim) = moving::claim(status.r#move.as_ref(), layer.size) {
+                let pool = self.pools.entry(claim.pool.clone()).or_default();
+                pool.allocated.0 = pool.allocated.0.saturating_add(claim.allocated.0);
+                let promised = self.promised.entry(claim.pool).or_default();
+                promised.0 = promised.0.saturating_add(claim.promised.0);
+            }
         }
     }
 
@@ -159,6 +180,12 @@ impl ByNode {
             pool.objects = pool.objects.saturating_sub(1);
             if let Some(promised) = self.promised.get_mut(&layer.pool) {
                 *promised = promised.saturating_sub(promised_to(status, layer));
+            }
+            if let Some(claim) = moving::claim(status.r#move.as_ref(), layer.size) {
+                let pool = self.pools.entry(claim.pool.clone()).or_default();
+                pool.allocated = pool.allocated.saturating_sub(claim.allocated);
+                let promised = self.promised.entry(claim.pool).or_default();
+                *promised = promised.saturating_sub(claim.promised);
             }
         }
     }

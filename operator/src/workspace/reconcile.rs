@@ -28,6 +28,7 @@ use crate::{
     clock::now,
     growth,
     guarded::{self, WriteError},
+    moving,
     session::ObjectCommand,
 };
 
@@ -94,7 +95,7 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
     };
     let (template, volume) = (world.template_of(&workspace), world.volume_of(&workspace));
     let sight = sight(world, &workspace, template.as_deref(), volume.as_deref());
-    let Decision { outcome, action } = decide::decide(&sight);
+    let Decision { outcome, action, moving } = decide::decide(&sight);
     let (mut workspace, mut wrote, mut unsaid) = (workspace, false, None);
     if let Some(status) = outcome.status {
         let is_first_start = matches!(action, Action::Start(_)) && workspace.status.is_none();
@@ -111,11 +112,18 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
             world.bells.workspaces.push_after(key.clone(), rest);
         } else {
             log_decision(&workspace, &status, &action);
+            let stored = workspace.status.as_ref().and_then(|status| status.r#move.as_ref());
+            let (before, after) = moving::points(stored, status.r#move.as_ref());
+            moving::reach(before).await;
+            if !moving::is_open(status.r#move.as_ref()) {
+                world.hearsay.forget(workspace.metadata.uid.as_deref().unwrap_or_default());
+            }
             let ends = status.execution.is_none() && workspace.status.as_ref().is_some_and(|it| it.execution.is_some());
             world.write_workspace(&workspace, *status).await?;
             if ends {
                 kibo_failpoint::reach("execution-voided").await;
             }
+            moving::reach(after).await;
             world.worded(key.clone());
             world.publish(&*workspace, outcome.notices).await;
             wrote = true;
@@ -131,15 +139,22 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
         // Before it is placed: room that appears while nobody has taken it yet is not missed.
         world.wait_for_room(key.clone());
     }
+    let moves = match moving {
+        Some(action) => {
+            moving::act(world, moving::Whose::Workspace(key.clone()), launch::layer(&workspace), action).await
+        }
+        None => Step::Rest,
+    };
     let step = act(world, &workspace, template.as_deref(), volume.as_deref(), action).await?;
+    let step = if matches!(step, Step::Rest) && !wrote { moves } else { step };
     if let Some(status) = unsaid
         && let Some(stored) = world.workspaces.get(key).filter(|stored| stored.status.is_none())
     {
         // It was neither: it waits for something else.
         world.write_workspace(&stored, status).await?;
     }
-    let rests = matches!(step, Step::Rest);
-    if rests && wrote {
+    let rests = matches!(step, Step::Rest | Step::After(_));
+    if matches!(step, Step::Rest) && wrote {
         return Ok(Step::Again);
     }
     let is_pending = !workspace.is_power_request_consumed()
@@ -221,7 +236,11 @@ async fn act(
             kibo_failpoint::reach("stop-sent").await;
             Ok(Step::After(RESEND))
         }
-        Action::Settle { object: Object::Layer, holder } => settle_layer(world, workspace, volume, &holder).await,
+        Action::Settle { object: Object::Layer, holder } => {
+            let step = settle_layer(world, workspace, volume, &holder).await?;
+            kibo_failpoint::reach("grant-settled").await;
+            Ok(step)
+        }
         Action::Settle { object: Object::Volume, holder } => match volume {
             Some(volume) => crate::volume::reconcile::settle(world, volume, &holder).await,
             None => Ok(Step::Again),

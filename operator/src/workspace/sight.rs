@@ -5,7 +5,7 @@ use std::time::Duration;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kibo_crds::{Bytes, Incarnation, InstanceId, NodeId, PoolId, Template, Volume, Workspace, WorkspaceId};
 
-use crate::node::Void;
+use crate::{moving::Heard, node::Void};
 
 /// Label of a Volume that was made with a Workspace; its value is that Workspace's uid.
 pub const CREATED_FOR: &str = "kibotos.dev/created-for";
@@ -39,6 +39,14 @@ pub trait Cluster: Sync {
     }
     /// Whether the node of this execution has been told of it in its current session.
     fn was_told(&self, instance: InstanceId) -> bool;
+    /// What a node may put into a pool, as far as that is known.
+    fn free_in(&self, _node: &NodeId, _pool: &PoolId) -> Option<Bytes> {
+        None
+    }
+    /// What was heard of the move of this object.
+    fn heard(&self, _uid: &str) -> Heard {
+        Heard::default()
+    }
 }
 
 /// Everything that a decision depends on.

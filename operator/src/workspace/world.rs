@@ -28,6 +28,7 @@ use crate::{
     cache::{Cache, Key, Projection},
     context::Ctx,
     guarded::{self, WriteError},
+    moving::{Heard, Hearsay},
     node::{NodeIndex, Void},
     placement::Strategy,
     queue::Queue,
@@ -68,6 +69,8 @@ pub struct World {
     pub templates: Arc<Templates>,
     pub ledger: Ledger,
     pub stopwatch: Stopwatch,
+    /// What nodes said of moves.
+    pub hearsay: Hearsay,
     pub bells: Bells,
     pub(super) placements: mpsc::UnboundedSender<placer::Request>,
     /// Starts that wait until something changes.
@@ -149,6 +152,7 @@ impl World {
             templates: Arc::new(Cache::new(Box::new(move |_, _, _| room.notify_one()))),
             ledger: Ledger::new(ctx.nodes.clone(), bells.room.clone()),
             stopwatch: Stopwatch::default(),
+            hearsay: Hearsay::default(),
             settings,
             bells,
             placements,
@@ -374,5 +378,13 @@ impl Cluster for World {
 
     fn was_told(&self, instance: InstanceId) -> bool {
         lock(&self.told).contains(&instance)
+    }
+
+    fn free_in(&self, node: &NodeId, pool: &PoolId) -> Option<Bytes> {
+        self.room_in(node, pool)
+    }
+
+    fn heard(&self, uid: &str) -> Heard {
+        self.hearsay.of(uid)
     }
 }

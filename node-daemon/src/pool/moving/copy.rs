@@ -18,7 +18,7 @@ use rustix::fs::{Advice, SeekFrom, fadvise, seek};
 const BLOCK: usize = 4096;
 /// Zeros of this length stay holes.
 const SPARSE: usize = 64 << 10;
-const PIECE: usize = 4 << 20;
+const PIECE: usize = 1 << 20;
 /// Pieces on their way: one is read, one written, one compared, and each may be ahead by one.
 const PIECES: usize = 6;
 
@@ -293,7 +293,7 @@ mod tests {
         let size = 64 * MIB;
         let (source, target) = (file(&dir, "source", size), file(&dir, "target", size));
         source.write_all_at(&[1; 100], 0).unwrap();
-        source.write_all_at(&[2; 9 << 20], 20 * MIB + 4096).unwrap();
+        source.write_all_at(&vec![2; 9 << 20], 20 * MIB + 4096).unwrap();
         source.write_all_at(&vec![0; 8 << 20], 40 * MIB).unwrap();
         source.write_all_at(&[3; 1], size - 1).unwrap();
         let progress = Progress::default();

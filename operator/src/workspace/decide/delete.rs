@@ -8,6 +8,7 @@ use kube::ResourceExt as _;
 
 use super::{Action, Decision, can_ask, idle::bound_to, lost, running::stop};
 use crate::{
+    moving,
     right::{HasRight as _, Standing, waits_for},
     workspace::{
         draft::{Draft, Wait},
@@ -23,6 +24,12 @@ pub(super) fn decide(sight: &Sight<'_>, mut draft: Draft<'_>, execution: Option<
     draft.enter(WorkspacePhase::Deleting);
     if let Some(execution) = execution {
         return stop(sight, draft, &execution, v1::StopMode::Force);
+    }
+    if moving::is_open(draft.status.r#move.as_ref()) {
+        if let Some(message) = draft.status.r#move.as_ref().and_then(|moving| moving.message.clone()) {
+            draft.wait_for(Wait::node("MoveNotOver", message));
+        }
+        return draft.then(Action::Rest);
     }
     if lost::layer_pool(sight, &draft).is_some() {
         // There is nothing to remove, and nobody to do it.

@@ -11,6 +11,7 @@ use kube::ResourceExt as _;
 
 use super::{Action, Decision, Object, Start, UNAVAILABLE, blocked, can_ask, growth, lost, stranded};
 use crate::{
+    moving,
     placement::{Demand, Disk},
     right::{HasRight as _, Right, Standing, waits_for},
     workspace::{
@@ -138,6 +139,10 @@ fn binding<'a>(sight: &Sight<'a>) -> Binding<'a> {
     if let Some(wait) = lost::volume(sight, volume) {
         return Binding::Blocked(wait);
     }
+    let moves = volume.status.as_ref().and_then(|status| status.r#move.as_ref());
+    if let Some(message) = moving::stands_in_the_way(&format!("Volume {name}"), moves) {
+        return Binding::Blocked(Wait::placement("VolumeMoving", message));
+    }
     out_of_reach(sight, volume).map_or(Binding::Step(Action::BindVolume), Binding::Blocked)
 }
 
@@ -165,6 +170,14 @@ fn start(sight: &Sight<'_>, mut draft: Draft<'_>, request: PowerRequest, volume:
     };
     if let Some(wait) = volume.and_then(|volume| lost::volume(sight, volume)) {
         return blocked(draft, &request, wait, Action::Rest);
+    }
+    let moves = [
+        ("the writable layer", draft.status.r#move.as_ref()),
+        ("the Volume", volume.and_then(|volume| volume.status.as_ref()?.r#move.as_ref())),
+    ];
+    let in_the_way = moves.into_iter().find_map(|(name, it)| moving::stands_in_the_way(name, it));
+    if let Some(message) = in_the_way {
+        return blocked(draft, &request, Wait::placement("Moving", message), Action::Rest);
     }
     let rights = [
         (Object::Layer, "the writable layer", Some(draft.status.right())),

@@ -12,7 +12,7 @@ pub(super) mod running;
 mod stranded;
 
 use kibo_crds::{
-    Epoch, Incarnation, InstanceId, NodeId, WORKSPACE_FINALIZER, Workspace,
+    Epoch, Incarnation, InstanceId, MoveState, MoveStatus, NodeId, WORKSPACE_FINALIZER, Workspace,
     node::Holder,
     workspace::{PowerRequest, WhenUnplaceable, WorkspacePhase},
 };
@@ -23,7 +23,7 @@ use super::{
     draft::{Draft, Notice, Outcome, Wait},
     sight::Sight,
 };
-use crate::{node::Void, placement::Demand, right::HasRight as _};
+use crate::{moving, node::Void, placement::Demand, right::HasRight as _};
 
 /// What to do once the status is written.
 #[derive(Clone, Debug, PartialEq)]
@@ -100,11 +100,13 @@ pub struct Start {
 pub struct Decision {
     pub outcome: Outcome,
     pub action: Action,
+    /// Beside it, for the move of the layer.
+    pub moving: Option<moving::Action>,
 }
 
 impl Draft<'_> {
     fn then(self, action: Action) -> Decision {
-        Decision { outcome: self.finish(), action }
+        Decision { outcome: self.finish(), action, moving: None }
     }
 }
 
@@ -120,7 +122,7 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
     let is_deleting = workspace.metadata.deletion_timestamp.is_some();
     if !is_ours {
         let action = if is_deleting { Action::Rest } else { Action::AddFinalizer };
-        return Decision { outcome: Outcome::default(), action };
+        return Decision { outcome: Outcome::default(), action, moving: None };
     }
     let mut draft = Draft::new(workspace, sight.now.clone());
     draft.status.id.get_or_insert(sight.fresh_id);
@@ -136,11 +138,56 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
     {
         draft.node_is_reachable(reachable);
     }
-    match (is_deleting, draft.status.execution.clone()) {
+    let moving = advance_move(sight, &mut draft, is_deleting);
+    let mut decision = match (is_deleting, draft.status.execution.clone()) {
         (true, execution) => delete::decide(sight, draft, execution),
         (false, Some(execution)) => running::decide(sight, draft, &execution),
         (false, None) => idle::decide(sight, draft),
+    };
+    match moving {
+        Some(moving::Action::Settle { holder }) => {
+            if decision.action == Action::Rest {
+                decision.action = Action::Settle { object: Object::Layer, holder };
+            }
+        }
+        moving => decision.moving = moving,
     }
+    decision
+}
+
+/// The next step of the layer's move, if there is one.
+fn advance_move(sight: &Sight<'_>, draft: &mut Draft<'_>, is_deleting: bool) -> Option<moving::Action> {
+    let request = sight.workspace.spec.r#move.as_ref();
+    if request.is_none() && !moving::is_open(draft.status.r#move.as_ref()) {
+        return None;
+    }
+    let layer = draft.status.writable_layer.as_ref().filter(|layer| layer.created);
+    let uid = sight.workspace.uid().unwrap_or_default();
+    let decision = moving::decide(&moving::Sight {
+        name: "the writable layer",
+        request,
+        status: draft.status.r#move.as_ref(),
+        image: layer.map(|layer| (layer.pool.clone(), layer.size)),
+        right: draft.status.right(),
+        is_deleting,
+        in_use: draft.status.execution.is_some(),
+        heard: sight.cluster.heard(&uid),
+        cluster: sight.cluster,
+        now: sight.now.clone(),
+    });
+    draft.status.set_right(decision.right);
+    if let (Some(pool), Some(layer)) = (decision.pool, &mut draft.status.writable_layer) {
+        layer.pool = pool;
+    }
+    let state = |status: Option<&MoveStatus>| status.map(|status| status.state);
+    if state(decision.status.as_ref()) == Some(MoveState::Failed)
+        && state(draft.status.r#move.as_ref()) != Some(MoveState::Failed)
+    {
+        let message = decision.status.as_ref().and_then(|status| status.message.clone()).unwrap_or_default();
+        draft.notices.push(Notice::warning("MoveFailed", &message));
+    }
+    draft.status.r#move = decision.status;
+    decision.action
 }
 
 fn release_void_layer(sight: &Sight<'_>, draft: &mut Draft<'_>) {

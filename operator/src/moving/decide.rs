@@ -1,0 +1,416 @@
+//! The next step of a move. Pure.
+//!
+//! A move is in one of three places. Before the commit (Copying) the object is in the old pool, and what lies in the new
+//! one is left over if it is given up. The commit is one guarded write of the object's status, which puts the object
+//! into the new pool; from then on (Removing) the old copy is what is left over. A move that is given up before
+//! (Cancelling) can never be committed, since the commit is decided on the stored Copying. `leftover` names the pool with
+//! bytes to be removed from the moment before they can exist to the moment after they are gone, so that nobody forgets
+//! them, whatever becomes of the node.
+
+use std::collections::BTreeSet;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kibo_crds::{Bytes, Epoch, Incarnation, MoveRequest, MoveState, MoveStatus, NodeId, PoolId, node::Holder};
+use kibo_protocol::v1;
+
+use super::heard::{Heard, Word};
+use crate::{
+    right::{Right, Standing, waits_for},
+    workspace::sight::Cluster,
+};
+
+/// Reasons of a move that somebody gave up; with any other it failed.
+const CANCELLED: &str = "Cancelled";
+const DELETED: &str = "Deleted";
+
+/// Everything that a decision depends on.
+pub struct Sight<'a> {
+    /// For people: "the Volume", "the writable layer".
+    pub name: &'a str,
+    pub request: Option<&'a MoveRequest>,
+    pub status: Option<&'a MoveStatus>,
+    /// Where the image is, and its size; `None`: there is none.
+    pub image: Option<(PoolId, Bytes)>,
+    pub right: Right,
+    pub is_deleting: bool,
+    /// An execution uses it, or a start is about to.
+    pub in_use: bool,
+    pub heard: Heard,
+    pub cluster: &'a dyn Cluster,
+    pub now: Time,
+}
+
+/// What to do once the status is written.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Action {
+    /// A grant that nobody uses any more: hear from its node what became of it.
+    Settle { holder: Holder },
+    /// Have it copied, under the current grant.
+    Copy { node: NodeId, incarnation: Incarnation, to: PoolId },
+    /// Have what is left over removed.
+    Discard { node: NodeId, incarnation: Incarnation, pool: PoolId, epoch: Epoch },
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Decision {
+    pub status: Option<MoveStatus>,
+    pub right: Right,
+    /// Where the image is from now on; `None`: it stays where it is.
+    pub pool: Option<PoolId>,
+    pub action: Option<Action>,
+}
+
+pub fn decide(sight: &Sight<'_>) -> Decision {
+    let mut next = Next {
+        sight,
+        decision: Decision { status: sight.status.cloned(), right: sight.right.clone(), pool: None, action: None },
+    };
+    let Some(mut status) = next.current() else { return next.decision };
+    match status.state {
+        MoveState::Pending => next.begin(&mut status),
+        MoveState::Copying => next.copy(&mut status),
+        MoveState::Cancelling => next.cancel(&mut status),
+        MoveState::Removing => next.remove(&mut status),
+        MoveState::Finished | MoveState::Failed | MoveState::Cancelled => {}
+    }
+    next.decision.status = Some(status);
+    next.decision
+}
+
+struct Next<'a> {
+    sight: &'a Sight<'a>,
+    decision: Decision,
+}
+
+fn explain(status: &mut MoveStatus, reason: &str, message: impl Into<String>) {
+    status.reason = Some(reason.chars().take(128).collect());
+    let message: String = message.into();
+    status.message = (!message.is_empty()).then(|| message.chars().take(1024).collect());
+}
+
+/// What it waits for now, after why it was given up.
+const NOW: &str = "; now: ";
+
+fn note(status: &mut MoveStatus, wait: &str) {
+    let message = match plain(status) {
+        Some(why) => format!("{why}{NOW}{wait}"),
+        None => wait.to_owned(),
+    };
+    status.message = Some(message.chars().take(1024).collect());
+}
+
+fn plain(status: &MoveStatus) -> Option<String> {
+    // Only what is given up has a reason of its own.
+    let message = status.message.as_deref().filter(|_| status.state == MoveState::Cancelling)?;
+    Some(message.split_once(NOW).map_or(message, |(why, _)| why).to_owned())
+}
+
+fn names(nodes: &BTreeSet<NodeId>) -> String {
+    if nodes.is_empty() {
+        return "no node".to_owned();
+    }
+    nodes.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+}
+
+impl Next<'_> {
+    /// The move that is under way, or the one that was just asked for.
+    fn current(&self) -> Option<MoveStatus> {
+        let stored = self.sight.status.cloned();
+        if let Some(open) =
+            stored.clone().filter(|status| !matches!(status.state, MoveState::Pending) && is_open(status))
+        {
+            return Some(open);
+        }
+        let Some(request) = self.sight.request else {
+            return stored.map(|mut status| {
+                if status.state == MoveState::Pending {
+                    self.end(&mut status, MoveState::Cancelled, CANCELLED, "it was taken back before it began");
+                }
+                status
+            });
+        };
+        match stored.filter(|status| status.answers(request)) {
+            Some(answer) => Some(answer),
+            None if self.sight.is_deleting => self.sight.status.cloned(),
+            None => Some(MoveStatus {
+                request_id: request.request_id.clone(),
+                to: request.to.clone(),
+                state: MoveState::Pending,
+                from: None,
+                node: None,
+                incarnation: None,
+                epoch: None,
+                leftover: None,
+                copied_bytes: None,
+                total_bytes: None,
+                started_at: self.sight.now.clone(),
+                finished_at: None,
+                reason: None,
+                message: None,
+            }),
+        }
+    }
+
+    fn end(&self, status: &mut MoveStatus, state: MoveState, reason: &str, message: impl Into<String>) {
+        status.state = state;
+        status.finished_at = Some(self.sight.now.clone());
+        explain(status, reason, message);
+    }
+
+    fn fail(&self, status: &mut MoveStatus, reason: &str, message: impl Into<String>) {
+        self.end(status, MoveState::Failed, reason, message);
+    }
+
+    /// One of the two pools that was declared lost.
+    fn lost<'p>(&self, status: &'p MoveStatus, from: &'p PoolId) -> Option<&'p PoolId> {
+        [from, &status.to].into_iter().find(|pool| self.sight.cluster.is_lost(pool))
+    }
+
+    fn members(&self, pool: &PoolId) -> BTreeSet<NodeId> {
+        self.sight.cluster.members(pool).into_iter().collect()
+    }
+
+    /// Refuses it, says what it waits for, or begins.
+    fn begin(&mut self, status: &mut MoveStatus) {
+        let sight = self.sight;
+        if sight.is_deleting {
+            return self.end(status, MoveState::Cancelled, DELETED, "it is being deleted");
+        }
+        let Some((from, size)) = sight.image.clone() else {
+            let message = format!("{} has no image yet, which is made at the first start", sight.name);
+            return self.fail(status, "NoImage", message);
+        };
+        if from == status.to {
+            status.from = Some(from);
+            return self.end(status, MoveState::Finished, "AlreadyThere", "it is there");
+        }
+        if sight.in_use {
+            let message = format!("{} is in use: stop the Workspace first, then ask again", sight.name);
+            return self.fail(status, "InUse", message);
+        }
+        if let Some(lost) = self.lost(status, &from) {
+            return self.fail(status, "PoolLost", format!("storage pool {lost} was declared lost"));
+        }
+        let (there, here) = (self.members(&status.to), self.members(&from));
+        if there.is_disjoint(&here) {
+            let message = format!(
+                "no node is attached to both storage pools: {from} is attached to {}; {} to {}",
+                names(&here),
+                status.to,
+                names(&there)
+            );
+            return self.fail(status, "NotAttached", message);
+        }
+        if let Standing::Held(holder) = sight.right.standing(|node, incarnation| sight.cluster.void(node, incarnation))
+        {
+            if sight.cluster.session(&holder.node) == Some(holder.incarnation) {
+                self.decision.action = Some(Action::Settle { holder });
+                return explain(status, "NotReleased", "");
+            }
+            return explain(status, "HolderUnreachable", waits_for(sight.name, &holder.node));
+        }
+        self.grant(status, &from, size);
+    }
+
+    /// Gives a node that reaches both pools the grant to copy.
+    fn grant(&mut self, status: &mut MoveStatus, from: &PoolId, size: Bytes) {
+        let sight = self.sight;
+        let there = sight.cluster.reachable_members(&status.to);
+        let mut both = sight.cluster.reachable_members(from);
+        both.retain(|member| there.contains(member));
+        let last = sight.right.holder.as_ref().map(|holder| holder.node.clone());
+        both.sort_by_key(|(node, _)| Some(node) != last.as_ref());
+        let Some((node, incarnation)) = both.first().cloned() else {
+            let both = &self.members(&status.to) & &self.members(from);
+            let message = format!(
+                "waits for a control session of a node that reaches storage pools {from} and {} now; attached to both: {}",
+                status.to,
+                names(&both)
+            );
+            return explain(status, "NodeUnreachable", message);
+        };
+        let is_first = status.state == MoveState::Pending;
+        if let Some(free) = sight.cluster.free_in(&node, &status.to).filter(|free| *free < size && is_first) {
+            let message = format!("storage pool {} has {free} free, the image of {size} needs as much", status.to);
+            return self.fail(status, "PoolFull", message);
+        }
+        let void = |node: &NodeId, incarnation| sight.cluster.void(node, incarnation);
+        match sight.right.granted(&node, incarnation, void) {
+            Ok(right) => {
+                status.state = MoveState::Copying;
+                (status.from, status.leftover) = (Some(from.clone()), Some(status.to.clone()));
+                (status.node, status.incarnation) = (Some(node), Some(incarnation));
+                (status.epoch, status.copied_bytes) = (right.epoch, Some(Bytes(0)));
+                (status.reason, status.message) = (None, None);
+                self.decision.right = right;
+            }
+            Err(error) => explain(status, "EpochExhausted", error.to_string()),
+        }
+    }
+
+    /// The node that holds the object for this move.
+    fn holder(&self, status: &MoveStatus) -> Option<Holder> {
+        let holder = self.decision.right.holder.clone()?;
+        (!holder.idle && Some(holder.epoch) == status.epoch).then_some(holder)
+    }
+
+    fn word(&self, holder: &Holder) -> Option<&Word> {
+        let word = self.sight.heard.word.as_ref()?;
+        (word.node == holder.node && word.epoch == holder.epoch).then_some(word)
+    }
+
+    fn copy(&mut self, status: &mut MoveStatus) {
+        let sight = self.sight;
+        let is_wanted = sight.request.is_some_and(|request| status.answers(request));
+        if sight.is_deleting || !is_wanted {
+            let (reason, message) =
+                if sight.is_deleting { (DELETED, "it is being deleted") } else { (CANCELLED, "it was taken back") };
+            return self.give_up(status, reason, message);
+        }
+        if let Some(lost) = status.from.as_ref().and_then(|from| self.lost(status, from)) {
+            let message = format!("storage pool {lost} was declared lost");
+            return self.give_up(status, "PoolLost", &message);
+        }
+        let Some(holder) = self.holder(status) else {
+            // Its node's incarnation is over: another one, or the same in its next life, begins anew.
+            if let Some((from, size)) = sight.image.clone() {
+                self.grant(status, &from, size);
+            }
+            return;
+        };
+        if let Some(word) = self.word(&holder).cloned() {
+            status.total_bytes = Some(Bytes(word.total)).filter(|total| total.0 > 0).or(status.total_bytes);
+            status.copied_bytes = Some(Bytes(word.copied));
+            match word.state {
+                v1::MoveState::Copied => return self.commit(status),
+                v1::MoveState::Failed if word.failure == v1::ObjectFailure::PoolUnavailable => {
+                    explain(status, "PoolUnavailable", format!("node {}: {}", holder.node, word.message));
+                }
+                v1::MoveState::Failed => {
+                    let reason = match word.failure {
+                        v1::ObjectFailure::NoSpace => "PoolFull",
+                        v1::ObjectFailure::HolderConflict => "HolderConflict",
+                        _ => "StorageFailed",
+                    };
+                    return self.give_up(status, reason, &format!("node {}: {}", holder.node, word.message));
+                }
+                _ => (status.reason, status.message) = (None, None),
+            }
+        }
+        if sight.cluster.session(&holder.node) != Some(holder.incarnation) {
+            if !sight.cluster.is_settling() {
+                explain(
+                    status,
+                    "NodeUnreachable",
+                    waits_for(&format!("{}, which it copies", sight.name), &holder.node),
+                );
+            }
+            return;
+        }
+        if status.reason.as_deref() == Some("NodeUnreachable") {
+            (status.reason, status.message) = (None, None);
+        }
+        let Holder { node, incarnation, .. } = holder;
+        self.decision.action = Some(Action::Copy { node, incarnation, to: status.to.clone() });
+    }
+
+    /// The object is in the new pool.
+    fn commit(&mut self, status: &mut MoveStatus) {
+        status.state = MoveState::Removing;
+        status.leftover.clone_from(&status.from);
+        (status.reason, status.message) = (None, None);
+        self.decision.pool = Some(status.to.clone());
+    }
+
+    fn give_up(&mut self, status: &mut MoveStatus, reason: &str, message: &str) {
+        status.state = MoveState::Cancelling;
+        explain(status, reason, message);
+    }
+
+    fn cancel(&mut self, status: &mut MoveStatus) {
+        if self.discard(status) {
+            return;
+        }
+        // Nothing copies any more: the object is free where it is.
+        if self.settle(status) {
+            return;
+        }
+        let reason = status.reason.clone().unwrap_or_default();
+        let is_wish = reason == CANCELLED || reason == DELETED;
+        let message = plain(status).unwrap_or_default();
+        self.end(status, if is_wish { MoveState::Cancelled } else { MoveState::Failed }, &reason, message);
+    }
+
+    fn remove(&mut self, status: &mut MoveStatus) {
+        // First, since the object can be used then; and a copy is removed only where the other one is marked as the object.
+        if self.settle(status) || self.discard(status) {
+            return;
+        }
+        status.state = MoveState::Finished;
+        status.finished_at = Some(self.sight.now.clone());
+        (status.reason, status.message) = (None, None);
+    }
+
+    /// Ends the grant of this move. Whether something of that is left to be done.
+    fn settle(&mut self, status: &mut MoveStatus) -> bool {
+        let Some(holder) = self.holder(status) else { return false };
+        if self.sight.cluster.session(&holder.node) == Some(holder.incarnation) {
+            self.decision.action = Some(Action::Settle { holder });
+        } else if !self.sight.cluster.is_settling() {
+            note(status, &waits_for(self.sight.name, &holder.node));
+        }
+        true
+    }
+
+    /// Has what is left over removed by one node after the other. Whether something of that is left to be done.
+    fn discard(&mut self, status: &mut MoveStatus) -> bool {
+        let Some(pool) = status.leftover.clone() else { return false };
+        if self.sight.cluster.is_lost(&pool) {
+            status.leftover = None;
+            return false;
+        }
+        let epoch = status.epoch.unwrap_or_default();
+        if let Some(discarded) = &self.sight.heard.discarded
+            && (&discarded.pool, discarded.epoch) == (&pool, epoch)
+        {
+            match &discarded.outcome {
+                Ok(()) => {
+                    status.leftover = None;
+                    return false;
+                }
+                Err(problem) => note(status, problem),
+            }
+        }
+        match self.remover(status, &pool) {
+            Some((node, incarnation)) => {
+                (status.node, status.incarnation) = (Some(node.clone()), Some(incarnation));
+                self.decision.action = Some(Action::Discard { node, incarnation, pool, epoch });
+            }
+            None if self.sight.cluster.is_settling() => {}
+            None => {
+                let members = names(&self.members(&pool));
+                let wait = format!(
+                    "waits for a node that reaches storage pool {pool}, to remove what is left over there (members: {members})"
+                );
+                note(status, &wait);
+            }
+        }
+        true
+    }
+
+    /// Who removes it. One that was asked keeps that as long as it lives this life and is attached: it may be at it.
+    fn remover(&self, status: &MoveStatus, pool: &PoolId) -> Option<(NodeId, Incarnation)> {
+        let cluster = self.sight.cluster;
+        if let (Some(node), Some(incarnation)) = (&status.node, status.incarnation)
+            && cluster.void(node, incarnation).is_none()
+            && self.members(pool).contains(node)
+        {
+            return (cluster.session(node) == Some(incarnation)).then(|| (node.clone(), incarnation));
+        }
+        cluster.reachable_members(pool).into_iter().next()
+    }
+}
+
+fn is_open(status: &MoveStatus) -> bool {
+    !status.state.is_over()
+}
