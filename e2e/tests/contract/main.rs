@@ -5,6 +5,7 @@
 
 mod amounts;
 mod case;
+mod moves;
 mod nodes;
 mod pools;
 mod wishes;
@@ -127,6 +128,7 @@ async fn every_rule(place: Arc<Place>) -> anyhow::Result<()> {
         workspaces::bindings(),
         wishes::wishes(),
         workspaces::power(),
+        moves::moves(),
         nodes::counters(),
         nodes::nodes(),
         nodes::commands(),
