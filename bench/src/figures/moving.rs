@@ -11,7 +11,7 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use kibo_crds::{Bytes, Epoch, Incarnation, NodeId, ObjectUid, PoolId};
 use kibo_node_daemon::{
-    config::PoolConfig,
+    config::{FenceConfig, PoolConfig},
     launch::{By, Grant, GrantedObject, Object, Operation, PredecessorEnd, Taker},
     pool::{self, Pools, Progress},
 };
@@ -70,7 +70,7 @@ fn in_turns(root: &Path) -> Result<Measured> {
         .map(|(path, id)| PoolConfig { id: id.clone(), path: path.clone(), default: id.as_str() == "old" })
         .collect();
     let node: NodeId = "bench".parse()?;
-    let pools = Pools::open(&configs, &node)?;
+    let pools = Pools::open(&configs, FenceConfig::default(), &node)?;
     let uid: ObjectUid = UID.parse()?;
     let image = |dir: &Path| dir.join("objects").join(UID).join("image.raw");
     make(&image(&dirs[0]))?;
@@ -79,8 +79,14 @@ fn in_turns(root: &Path) -> Result<Measured> {
     for epoch in 1..=ROUNDS {
         let predecessor_end = if epoch == 1 { PredecessorEnd::None } else { PredecessorEnd::Released };
         let grant = Grant { epoch: Epoch(epoch), predecessor: Epoch(epoch - 1), predecessor_end };
-        let object =
-            Object { uid: uid.clone(), pool: ids[0].clone(), size: Bytes(SIZE), must_exist: true, pool_capacity: None };
+        let object = Object {
+            uid: uid.clone(),
+            pool: ids[0].clone(),
+            size: Bytes(SIZE),
+            must_exist: true,
+            grows_from: None,
+            pool_capacity: None,
+        };
         let granted = GrantedObject { object, grant };
         forget_pages()?;
         let begun = Instant::now();

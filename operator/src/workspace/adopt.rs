@@ -65,9 +65,8 @@ pub fn workspace(
     if let Some(records) = records
         && let Some(size) = records.size
     {
-        let stored = &mut draft.status.writable_layer;
         let found = LayerStatus { pool: records.pool.clone(), size, grow_to: None, created: true };
-        let layer = stored.get_or_insert(found);
+        let layer = draft.status.writable_layer.get_or_insert(found);
         (layer.created, layer.size) = (true, size);
         layer.grow_to = layer.grow_to.filter(|wanted| *wanted > size);
         if records.has_moved_here(stored.epoch) {
