@@ -9,8 +9,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use kibo_guest_protocol::GuestEvent;
 use kibo_guest_protocol::v1::{self, ConfigureStage, Failure, Output, StartFailureReason, host_message::Kind};
+use kibo_guest_protocol::{GuestEvent, PROTOCOL};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, wait};
@@ -24,9 +24,6 @@ use crate::wake::Wake;
 use crate::workload::entrypoint::Entrypoint;
 use crate::workload::streams::{self, Streams};
 use crate::workload::{end_of, log::Log, start_failure};
-
-/// What this agent understands, see `HelloReply`.
-const PROTOCOL: u32 = 1;
 
 /// A poll that fails is out of memory, or a mistake here; either way it must not turn into a busy loop.
 const POLL_FAILED_PAUSE: Duration = Duration::from_millis(100);

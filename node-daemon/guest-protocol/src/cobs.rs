@@ -16,52 +16,38 @@ pub const fn max_encoded_len(len: usize) -> usize {
     len + len / MAX_RUN + 1
 }
 
-/// Appends the encoded form of `plain`, without the ending 0.
-pub fn encode(plain: &[u8], out: &mut Vec<u8>) {
-    let begin = out.len();
-    // A word beyond what is needed, since words are written as a whole.
-    out.resize(begin + max_encoded_len(plain.len()) + WORD, 0);
-    let len = encode_into(plain, &mut out[begin..]);
-    out.truncate(begin + len);
-}
+/// What [`encode_into`] needs beyond [`max_encoded_len`], since words are written as a whole.
+pub const SPARE: usize = WORD;
 
-/// As [`encode`], into a buffer that has room for a word more.
-fn encode_into(plain: &[u8], out: &mut [u8]) -> usize {
-    // Where the code of the run that is being written will stand, and where its next byte goes.
-    let (mut code, mut write) = (0, 1);
-    let mut read = 0;
-    while read < plain.len() {
-        let run = write - code - 1;
-        let word = plain[read..].first_chunk::<WORD>().filter(|_| run + WORD <= MAX_RUN);
-        let (copied, is_zero) = match word {
-            Some([0, 0, 0, 0, 0, 0, 0, 0]) => {
-                out[code] = code_of(run);
-                out[write..write + WORD].copy_from_slice(&EMPTY_RUNS);
-                code = write + WORD - 1;
-                (read, write) = (read + WORD, code + 1);
-                continue;
-            }
-            Some(word) => {
-                out[write..write + WORD].copy_from_slice(word);
-                find_zero_in(u64::from_le_bytes(*word)).map_or((WORD, false), |at| (at, true))
-            }
-            None if plain[read] == 0 => (0, true),
-            None => {
-                out[write] = plain[read];
-                (1, false)
-            }
-        };
-        (read, write) = (read + copied, write + copied);
-        // A full run stands for itself, without a zero at its end.
-        let is_full = write - code - 1 == MAX_RUN;
-        if is_zero || (is_full && read < plain.len()) {
-            out[code] = code_of(write - code - 1);
-            (code, write) = (write, write + 1);
-            read += usize::from(is_zero);
+/// Writes the encoded form of `plain`, without the ending 0, and says how long it is.
+///
+/// # Panics
+///
+/// Where `out` is shorter than [`max_encoded_len`] and [`SPARE`].
+pub fn encode_into(plain: &[u8], out: &mut [u8]) -> usize {
+    let (mut read, mut write) = (0, 0);
+    loop {
+        let rest = &plain[read..];
+        if let Some([0, 0, 0, 0, 0, 0, 0, 0]) = rest.first_chunk::<WORD>() {
+            out[write..write + WORD].copy_from_slice(&EMPTY_RUNS);
+            (read, write) = (read + WORD, write + WORD);
+            continue;
+        }
+        let window = &rest[..rest.len().min(MAX_RUN)];
+        let zero = find_zero(window);
+        let run = zero.unwrap_or(window.len());
+        out[write] = code_of(run);
+        let begin = write + 1;
+        match rest.first_chunk::<WORD>() {
+            Some(word) if run <= WORD => out[begin..begin + WORD].copy_from_slice(word),
+            _ => out[begin..begin + run].copy_from_slice(&window[..run]),
+        }
+        (read, write) = (read + run + usize::from(zero.is_some()), begin + run);
+        // A full run stands for itself, without a zero at its end; behind a zero there is always one more.
+        if zero.is_none() && read == plain.len() {
+            return write;
         }
     }
-    out[code] = code_of(write - code - 1);
-    write
 }
 
 /// Decodes `encoded` (without the ending 0) into `buffer`; `None` when it is no encoding of anything. The buffer keeps
@@ -126,8 +112,9 @@ mod tests {
     use proptest::prelude::*;
 
     fn encoded(plain: &[u8]) -> Vec<u8> {
-        let mut out = Vec::new();
-        encode(plain, &mut out);
+        let mut out = vec![7; max_encoded_len(plain.len()) + SPARE];
+        let len = encode_into(plain, &mut out);
+        out.truncate(len);
         out
     }
 

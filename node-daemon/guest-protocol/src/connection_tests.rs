@@ -98,7 +98,7 @@ fn nothing_is_believed_before_the_nonce_was_echoed() {
     let mut host = HostConnection::open(NEW, 0);
     let mut wire = Vec::new();
     let message = v1::GuestMessage { kind: Some(pong(1).into()) };
-    frame::encode(Direction::FromGuest, NEW, &message.encode_to_vec(), &mut wire).expect("short");
+    frame::encode(Direction::FromGuest, NEW, Check::Crc, &message.encode_to_vec(), &mut wire).expect("short");
     host.receive(&wire).expect("dropped, not refused");
     assert_eq!(host_events(&mut host), []);
 }
@@ -199,7 +199,7 @@ proptest! {
         host.exec(process(), true).expect("short");
         let mut wire = Vec::new();
         for payload in payloads {
-            frame::encode(Direction::FromGuest, OLD, &payload, &mut wire).expect("short");
+            frame::encode(Direction::FromGuest, OLD, Check::Sum, &payload, &mut wire).expect("short");
         }
         let _ = host.receive(&wire);
         let _ = host_events(&mut host);
@@ -212,7 +212,7 @@ proptest! {
         let (mut host, mut guest) = connected();
         let mut wire = Vec::new();
         for payload in payloads {
-            frame::encode(Direction::FromHost, OLD, &payload, &mut wire).expect("short");
+            frame::encode(Direction::FromHost, OLD, Check::Sum, &payload, &mut wire).expect("short");
         }
         guest.receive(&wire);
         let _ = guest_events(&mut guest);
@@ -220,5 +220,54 @@ proptest! {
         to_guest(&mut host, &mut guest);
         let ping = GuestEvent::Message(Box::new(v1::Ping { id: 7 }.into()));
         prop_assert!(guest_events(&mut guest).contains(&ping));
+    }
+}
+
+/// The first byte of each frame says which checksum it has.
+fn kinds(wire: &[u8]) -> Vec<u8> {
+    let frames = wire.split(|byte| *byte == DELIMITER).filter(|frame| !frame.is_empty());
+    frames.map(|frame| crate::cobs::decode(frame, &mut Vec::new()).expect("a frame")[0]).collect()
+}
+
+#[test]
+fn checksums_are_such_as_both_ends_understand() {
+    for (daemon, agent, sums) in [(crate::PROTOCOL, crate::PROTOCOL, true), (crate::PROTOCOL, 1, false), (0, 1, false)]
+    {
+        let (mut host, mut guest) = (HostConnection::open(OLD, 0), GuestConnection::default());
+        host.hello.protocol = daemon;
+        host.wire.clear();
+        host.say_hello();
+        assert_eq!(kinds(host.outgoing()), [0x01], "who says hello does not know yet");
+        to_guest(&mut host, &mut guest);
+        guest_events(&mut guest);
+        guest.reply(v1::HelloReply { protocol: agent, ..v1::HelloReply::default() });
+        assert_eq!(kinds(guest.outgoing()), [if daemon >= 2 { 0x12 } else { 0x02 }]);
+        to_host(&mut guest, &mut host);
+        host.send(v1::Ping { id: 1 }).expect("short");
+        assert_eq!(kinds(host.outgoing()), [if sums { 0x11 } else { 0x01 }], "{daemon} with {agent}");
+        to_guest(&mut host, &mut guest);
+        assert_eq!(guest_events(&mut guest), [GuestEvent::Message(Box::new(v1::Ping { id: 1 }.into()))]);
+    }
+}
+
+#[test]
+fn what_a_stream_printed_is_read_to_where_it_is_sent_from() {
+    let (mut host, mut guest) = connected();
+    let stream = host.exec(process(), false).expect("short");
+    for len in [0, 1, crate::MAX_CHUNK, 300, 0, crate::MAX_CHUNK] {
+        let fill = |room: &mut [u8]| {
+            room[..len].fill(u8::try_from(len % 251).unwrap());
+            len
+        };
+        guest.send_output(stream.get(), Output::Stdout, crate::MAX_CHUNK, fill).expect("a piece");
+        to_host(&mut guest, &mut host);
+        let events = host_events(&mut host);
+        if len == 0 {
+            assert_eq!(events, []);
+            continue;
+        }
+        let data = vec![u8::try_from(len % 251).unwrap(); len];
+        assert_eq!(events, [HostEvent::Output { stream, output: Output::Stdout, data }]);
+        host.consumed(stream, Output::Stdout, len);
     }
 }

@@ -1,20 +1,27 @@
 //! Frames: `0`-terminated, byte-stuffed, each with a checksum and the nonce of its connection.
 //!
-//! Plain form, before stuffing: direction (1 byte), nonce (8, little endian), payload, CRC-32 of all before it (4,
-//! little endian). A reader that starts in the middle, or finds half a frame of a connection that is gone, is back in
-//! step at the next 0; its memory is bounded by the longest legal frame whatever arrives.
+//! Plain form, before stuffing: direction and kind of checksum (1 byte), nonce (8, little endian), payload, checksum of all
+//! before it (little endian): CRC-32 (4 bytes), or, where both ends know it, the sums of [`crate::sum`] (8). A reader that
+//! starts in the middle, or finds half a frame of a connection that is gone, is back in step at the next 0; its memory is
+//! bounded by the longest legal frame whatever arrives.
 
 use std::fmt;
 
-use crate::cobs;
+use crate::outgoing::Outgoing;
+use crate::{cobs, sum};
 
 /// The most bytes of one encoded message: room for one argument of the greatest length that Linux takes (128 KiB) and
 /// an environment beside it.
 pub const MAX_MESSAGE: usize = 256 * 1024;
 
-const HEADER: usize = 1 + 8;
-const CHECKSUM: usize = 4;
-const MAX_WIRE: usize = cobs::max_encoded_len(HEADER + MAX_MESSAGE + CHECKSUM);
+/// Direction and nonce.
+pub(crate) const HEADER: usize = 1 + 8;
+const CRC: usize = 4;
+pub(crate) const SUM: usize = 8;
+const MAX_WIRE: usize = cobs::max_encoded_len(HEADER + MAX_MESSAGE + SUM);
+
+/// In the first byte, beside the direction: the checksum is [`Check::Sum`].
+const IS_SUM: u8 = 0x10;
 
 /// Ends every frame, and comes before the first frame of a connection.
 pub const DELIMITER: u8 = 0;
@@ -48,6 +55,16 @@ pub enum Direction {
     FromGuest = 2,
 }
 
+/// What shows that a frame is whole.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Check {
+    /// What every end understands.
+    #[default]
+    Crc,
+    /// A word at a time, which costs an emulated guest a small part of the other.
+    Sum,
+}
+
 #[derive(Debug, PartialEq, Eq)]
 pub struct Frame<'a> {
     pub nonce: Nonce,
@@ -62,34 +79,61 @@ pub struct TooLong {
 }
 
 /// Appends the frame with `payload` to `wire`.
-pub fn encode(direction: Direction, nonce: Nonce, payload: &[u8], wire: &mut Vec<u8>) -> Result<(), TooLong> {
-    let append = |plain: &mut Vec<u8>| plain.extend_from_slice(payload);
-    encode_with(direction, nonce, payload.len(), append, &mut Vec::new(), wire)
-}
-
-/// Appends a frame to `wire` whose payload, of `len` bytes, is what `payload` appends. `plain` is where it is put
-/// together; what it held is overwritten.
-pub fn encode_with(
+pub fn encode(
     direction: Direction,
     nonce: Nonce,
-    len: usize,
-    payload: impl FnOnce(&mut Vec<u8>),
-    plain: &mut Vec<u8>,
+    check: Check,
+    payload: &[u8],
     wire: &mut Vec<u8>,
+) -> Result<(), TooLong> {
+    let mut plain = Vec::new();
+    begin(direction, nonce, check, payload.len(), &mut plain)?;
+    plain.extend_from_slice(payload);
+    let mut outgoing = Outgoing::default();
+    seal(check, &mut plain, &mut outgoing);
+    wire.extend_from_slice(outgoing.bytes());
+    Ok(())
+}
+
+/// Begins the plain form of a frame for a payload of `len` bytes.
+pub(crate) fn begin(
+    direction: Direction,
+    nonce: Nonce,
+    check: Check,
+    len: usize,
+    plain: &mut Vec<u8>,
 ) -> Result<(), TooLong> {
     if len > MAX_MESSAGE {
         return Err(TooLong { len });
     }
-    plain.clear();
-    plain.reserve(HEADER + len + CHECKSUM);
-    plain.push(direction as u8);
+    plain.reserve(HEADER + len + SUM);
+    let kind = if check == Check::Sum { IS_SUM } else { 0 };
+    plain.push(direction as u8 | kind);
     plain.extend_from_slice(&nonce.0.to_le_bytes());
-    payload(plain);
-    let checksum = crc32fast::hash(plain);
-    plain.extend_from_slice(&checksum.to_le_bytes());
-    cobs::encode(plain, wire);
-    wire.push(DELIMITER);
     Ok(())
+}
+
+/// Ends the plain form of a frame, and puts it on its way.
+pub(crate) fn seal(check: Check, plain: &mut Vec<u8>, wire: &mut Outgoing) {
+    let len = plain.len();
+    plain.resize(len + SUM, 0);
+    seal_in_place(check, plain, len, wire);
+}
+
+/// The same for the `len` first bytes of a buffer that has room for the checksum behind them.
+pub(crate) fn seal_in_place(check: Check, plain: &mut [u8], len: usize, wire: &mut Outgoing) {
+    let (signed, behind) = plain.split_at_mut(len);
+    let checksum = match check {
+        Check::Crc => {
+            behind[..CRC].copy_from_slice(&crc32fast::hash(signed).to_le_bytes());
+            CRC
+        }
+        Check::Sum => {
+            behind[..SUM].copy_from_slice(&sum::of(signed).to_le_bytes());
+            SUM
+        }
+    };
+    wire.push_frame(&plain[..len + checksum]);
 }
 
 /// Finds the frames of one direction in a byte stream.
@@ -113,9 +157,15 @@ impl Decoder {
     /// Takes bytes as they were read and hands each whole frame to `take`.
     pub fn feed(&mut self, mut bytes: &[u8], mut take: impl FnMut(Frame<'_>)) {
         while let Some(end) = cobs::find_zero(bytes) {
-            self.push(&bytes[..end]);
-            bytes = &bytes[end + 1..];
-            self.finish(&mut take);
+            let (frame, rest) = (&bytes[..end], &bytes[end + 1..]);
+            // One that lies there as a whole is not copied first.
+            if self.partial.is_empty() && !self.overlong && frame.len() <= MAX_WIRE {
+                self.decode(frame, &mut take);
+            } else {
+                self.push(frame);
+                self.finish(&mut take);
+            }
+            bytes = rest;
         }
         self.push(bytes);
     }
@@ -135,25 +185,40 @@ impl Decoder {
     }
 
     fn finish(&mut self, take: &mut impl FnMut(Frame<'_>)) {
-        let overlong = std::mem::take(&mut self.overlong);
-        // Two delimiters in a row are no loss: a connection starts with one.
-        if self.partial.is_empty() && !overlong {
+        let partial = std::mem::take(&mut self.partial);
+        if std::mem::take(&mut self.overlong) {
+            self.broken += 1;
+        } else {
+            self.decode(&partial, take);
+        }
+        self.partial = partial;
+        self.partial.clear();
+    }
+
+    /// Takes what stood between two delimiters. Two in a row are no loss: a connection starts with one.
+    fn decode(&mut self, wire: &[u8], take: &mut impl FnMut(Frame<'_>)) {
+        if wire.is_empty() {
             return;
         }
-        match cobs::decode(&self.partial, &mut self.plain).and_then(|plain| parse(self.direction, plain)) {
+        match cobs::decode(wire, &mut self.plain).and_then(|plain| parse(self.direction, plain)) {
             Some(frame) => take(frame),
             None => self.broken += 1,
         }
-        self.partial.clear();
     }
 }
 
 fn parse(direction: Direction, plain: &[u8]) -> Option<Frame<'_>> {
-    let (signed, checksum) = plain.split_last_chunk::<CHECKSUM>()?;
+    let kind = *plain.first()?;
+    let signed = if kind & IS_SUM == 0 {
+        let (signed, crc) = plain.split_last_chunk::<CRC>()?;
+        (crc32fast::hash(signed) == u32::from_le_bytes(*crc)).then_some(signed)?
+    } else {
+        let (signed, found) = plain.split_last_chunk::<SUM>()?;
+        (sum::of(signed) == u64::from_le_bytes(*found)).then_some(signed)?
+    };
     let (&[from], rest) = signed.split_first_chunk::<1>()?;
     let (nonce, payload) = rest.split_first_chunk::<8>()?;
-    let intact = crc32fast::hash(signed) == u32::from_le_bytes(*checksum);
-    (intact && from == direction as u8).then(|| Frame { nonce: Nonce(u64::from_le_bytes(*nonce)), payload })
+    (from & !IS_SUM == direction as u8).then(|| Frame { nonce: Nonce(u64::from_le_bytes(*nonce)), payload })
 }
 
 #[cfg(test)]

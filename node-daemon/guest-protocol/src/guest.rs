@@ -3,10 +3,12 @@
 use std::collections::VecDeque;
 
 use prost::Message;
+use prost::encoding::{WireType, decode_key, decode_varint, encode_key, encode_varint, encoded_len_varint};
 
 use crate::frame::{DELIMITER, Decoder, Direction, Nonce, TooLong};
-use crate::host::Wire;
+use crate::host::{PREFIX, Wire};
 use crate::v1::{self, guest_message, host_message};
+use crate::{MAX_CHUNK, flow};
 
 /// What the host said.
 #[derive(Clone, Debug, PartialEq)]
@@ -24,8 +26,11 @@ pub struct GuestConnection {
     decoder: Decoder,
     wire: Wire,
     events: VecDeque<GuestEvent>,
-    buffer: Vec<u8>,
+    spare: Vec<Vec<u8>>,
 }
+
+/// Pieces whose memory is kept: as many as a window has.
+const SPARE: usize = flow::INITIAL as usize / MAX_CHUNK;
 
 impl Default for GuestConnection {
     fn default() -> Self {
@@ -34,7 +39,7 @@ impl Default for GuestConnection {
             decoder: Decoder::new(Direction::FromHost),
             wire: Wire::default(),
             events: VecDeque::new(),
-            buffer: Vec::new(),
+            spare: Vec::new(),
         }
     }
 }
@@ -43,11 +48,9 @@ impl GuestConnection {
     /// Takes bytes as they were read from the port. What cannot be understood is dropped: the host may be newer, or may
     /// have died in the middle of a word.
     pub fn receive(&mut self, bytes: &[u8]) {
-        let Self { nonce: current, decoder, wire, events, .. } = self;
+        let Self { nonce: current, decoder, wire, events, spare } = self;
         decoder.feed(bytes, |frame| {
-            let Ok(v1::HostMessage { kind: Some(kind) }) = v1::HostMessage::decode(frame.payload) else {
-                return;
-            };
+            let Some(kind) = decode(frame.payload, spare) else { return };
             match kind {
                 host_message::Kind::Hello(hello) if hello.nonce != frame.nonce.get() => {}
                 host_message::Kind::Hello(hello) if *current == Some(frame.nonce) => {
@@ -59,7 +62,8 @@ impl GuestConnection {
                     // part ends at the delimiter.
                     events.clear();
                     wire.clear();
-                    wire.bytes.push(DELIMITER);
+                    wire.outgoing.push(DELIMITER);
+                    wire.agree(hello.protocol);
                     events.push_back(GuestEvent::Connected(hello));
                 }
                 kind if *current == Some(frame.nonce) => {
@@ -83,6 +87,15 @@ impl GuestConnection {
         // a delimiter of its own, see `receive`.
     }
 
+    /// Takes back the memory of input that was passed on: to ask for memory for each piece costs an emulated guest more
+    /// than to copy it.
+    pub fn recycle(&mut self, mut data: Vec<u8>) {
+        if self.spare.len() < SPARE {
+            data.clear();
+            self.spare.push(data);
+        }
+    }
+
     pub const fn is_connected(&self) -> bool {
         self.nonce.is_some()
     }
@@ -104,23 +117,21 @@ impl GuestConnection {
         self.wire.push(Direction::FromGuest, nonce, &message)
     }
 
-    /// A buffer for [`Self::send_output`], which comes back here: to ask for memory for each piece costs an emulated
-    /// guest more than to copy it.
-    pub fn take_buffer(&mut self) -> Vec<u8> {
-        std::mem::take(&mut self.buffer)
-    }
-
-    /// Queues what a stream printed, as [`Self::send`]; nothing when `data` is empty.
-    pub fn send_output(&mut self, stream_id: u32, output: v1::Output, data: Vec<u8>) -> Result<(), TooLong> {
-        let is_empty = data.is_empty();
-        let message = v1::OutputData { stream_id, output: output.into(), data };
-        let message = v1::GuestMessage { kind: Some(guest_message::Kind::OutputData(message)) };
-        let nonce = self.nonce.filter(|_| !is_empty);
-        let queued = nonce.map_or(Ok(()), |nonce| self.wire.push(Direction::FromGuest, nonce, &message));
-        if let Some(guest_message::Kind::OutputData(message)) = message.kind {
-            self.buffer = message.data;
-        }
-        queued
+    /// Queues what a stream printed, as [`Self::send`]: `read` is given room for so much, and says how much it filled. It
+    /// is read to where it is sent from, since a copy costs an emulated guest as much as the reading.
+    pub fn send_output(
+        &mut self,
+        stream_id: u32,
+        output: v1::Output,
+        room: usize,
+        read: impl FnOnce(&mut [u8]) -> usize,
+    ) -> Result<(), TooLong> {
+        let Some(nonce) = self.nonce else {
+            // Nobody hears it, and it was printed all the same.
+            read(&mut vec![0; room]);
+            return Ok(());
+        };
+        self.wire.push_read((Direction::FromGuest, nonce), room, read, |len| output_prefix(stream_id, output, len))
     }
 
     /// What is to be written to the port.
@@ -131,5 +142,84 @@ impl GuestConnection {
     /// The first `len` bytes of [`Self::outgoing`] were written.
     pub fn written(&mut self, len: usize) {
         self.wire.written(len);
+    }
+}
+
+fn decode(payload: &[u8], spare: &mut Vec<Vec<u8>>) -> Option<host_message::Kind> {
+    if let Some((stream_id, bytes)) = stdin_data(payload) {
+        let mut data = spare.pop().unwrap_or_default();
+        data.extend_from_slice(bytes);
+        return Some(v1::StdinData { stream_id, data }.into());
+    }
+    v1::HostMessage::decode(payload).ok()?.kind
+}
+
+/// A [`v1::StdinData`] as hosts write it, whose bytes need not be copied to be understood; `None`: it is something else.
+fn stdin_data(mut payload: &[u8]) -> Option<(u32, &[u8])> {
+    const STDIN_DATA: u32 = 17;
+    const STREAM_ID: u32 = 1;
+    const DATA: u32 = 2;
+    let payload = &mut payload;
+    let mut is_next =
+        |field, kind| (decode_key(payload).ok()? == (field, kind)).then(|| decode_varint(payload).ok())?;
+    let len = is_next(STDIN_DATA, WireType::LengthDelimited)?;
+    let stream_id = is_next(STREAM_ID, WireType::Varint)?;
+    let data_len = is_next(DATA, WireType::LengthDelimited)?;
+    let inner = encoded_len_varint(stream_id) + encoded_len_varint(data_len) + 2;
+    let is_whole = payload.len() as u64 == data_len && len == inner as u64 + data_len;
+    is_whole.then_some((u32::try_from(stream_id).ok()?, *payload))
+}
+
+/// An [`v1::OutputData`] in its [`v1::GuestMessage`], up to its `len` bytes.
+fn output_prefix(stream_id: u32, output: v1::Output, len: usize) -> Vec<u8> {
+    const OUTPUT_DATA: u32 = 19;
+    const DATA: u32 = 3;
+    let mut inner = v1::OutputData { stream_id, output: output.into(), data: Vec::new() }.encode_to_vec();
+    encode_key(DATA, WireType::LengthDelimited, &mut inner);
+    encode_varint(len as u64, &mut inner);
+    let mut prefix = Vec::with_capacity(PREFIX);
+    encode_key(OUTPUT_DATA, WireType::LengthDelimited, &mut prefix);
+    encode_varint((inner.len() + len) as u64, &mut prefix);
+    prefix.extend_from_slice(&inner);
+    prefix
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn input_is_understood_as_the_message_that_it_is() {
+        for (stream_id, len) in [(1, 1), (127, 127), (128, 128), (70_000, 20_000), (u32::MAX, MAX_CHUNK)] {
+            let data = vec![7; len];
+            let message = v1::HostMessage { kind: Some(v1::StdinData { stream_id, data: data.clone() }.into()) };
+            let payload = message.encode_to_vec();
+            assert_eq!(stdin_data(&payload), Some((stream_id, data.as_slice())));
+            assert_eq!(decode(&payload, &mut vec![vec![9; 3].split_off(3)]), message.kind);
+            for cut in [1, len] {
+                let cut = &payload[..payload.len() - cut];
+                assert_eq!(stdin_data(cut), None);
+                assert_eq!(decode(cut, &mut Vec::new()), None);
+            }
+        }
+        let others: [host_message::Kind; 3] =
+            [v1::Ping { id: 1 }.into(), v1::StdinClose { stream_id: 1 }.into(), v1::StdinData::default().into()];
+        for kind in others {
+            let payload = v1::HostMessage { kind: Some(kind.clone()) }.encode_to_vec();
+            assert_eq!(stdin_data(&payload), None);
+            assert_eq!(decode(&payload, &mut Vec::new()), Some(kind));
+        }
+    }
+
+    #[test]
+    fn what_is_read_in_place_is_the_message_that_it_would_be() {
+        for (stream_id, len) in [(1, 1), (127, 127), (128, 128), (70_000, 20_000), (u32::MAX, MAX_CHUNK)] {
+            let data: Vec<u8> = (0..len).map(|at| (at % 251) as u8).collect();
+            let message = v1::OutputData { stream_id, output: v1::Output::Stderr.into(), data: data.clone() };
+            let whole = v1::GuestMessage { kind: Some(guest_message::Kind::OutputData(message)) }.encode_to_vec();
+            let prefix = output_prefix(stream_id, v1::Output::Stderr, len);
+            assert!(prefix.len() <= PREFIX);
+            assert_eq!([prefix, data].concat(), whole, "{len} bytes of {stream_id}");
+        }
     }
 }

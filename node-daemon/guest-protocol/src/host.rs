@@ -8,9 +8,10 @@ use std::collections::{HashMap, VecDeque};
 use prost::Message;
 
 use crate::flow::{Overrun, ReceiveWindow, SendWindow};
-use crate::frame::{self, DELIMITER, Decoder, Direction, Nonce, TooLong};
+use crate::frame::{self, Check, DELIMITER, Decoder, Direction, Nonce, TooLong};
+use crate::outgoing::Outgoing;
 use crate::v1::{self, Output, archive, guest_message, host_message};
-use crate::{MAX_CHUNK, ProcessEnd};
+use crate::{MAX_CHUNK, PROTOCOL, ProcessEnd, WITH_SUMS};
 
 /// Names a stream within its connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -107,7 +108,8 @@ impl HostConnection {
     /// Opens a connection: the delimiter and the hello are ready to be written. `nonce` is random and fresh, `log_offset`
     /// the first byte of the log that the daemon does not have.
     pub fn open(nonce: Nonce, log_offset: u64) -> Self {
-        let hello = v1::Hello { nonce: nonce.get(), log_offset, daemon_version: env!("CARGO_PKG_VERSION").to_owned() };
+        let daemon_version = env!("CARGO_PKG_VERSION").to_owned();
+        let hello = v1::Hello { nonce: nonce.get(), log_offset, daemon_version, protocol: PROTOCOL };
         let mut connection = Self {
             hello,
             nonce,
@@ -145,7 +147,7 @@ impl HostConnection {
     /// Says hello again, for when no reply came in time (the first may have been glued to a lost connection's rest).
     /// Harmless when both arrive.
     pub fn say_hello(&mut self) {
-        self.wire.bytes.push(DELIMITER);
+        self.wire.outgoing.push(DELIMITER);
         let hello = self.hello.clone();
         self.push(hello).expect("a hello is short");
     }
@@ -299,6 +301,7 @@ impl HostConnection {
         if let guest_message::Kind::HelloReply(reply) = kind {
             if reply.nonce == self.nonce.get() && !std::mem::replace(&mut self.connected, true) {
                 self.protocol = reply.protocol;
+                self.wire.agree(reply.protocol);
                 self.events.push_back(HostEvent::Connected(reply));
             }
             return Ok(());
@@ -390,39 +393,74 @@ impl HostConnection {
     }
 }
 
-/// Bytes on their way to the port.
+/// Frames on their way to the port.
 #[derive(Debug, Default)]
 pub(crate) struct Wire {
-    pub(crate) bytes: Vec<u8>,
-    written: usize,
+    pub(crate) outgoing: Outgoing,
     /// Where frames are put together, kept so that its memory is not asked for again and again.
     plain: Vec<u8>,
+    /// Where what is sent is read to.
+    read: Vec<u8>,
+    check: Check,
 }
 
 impl Wire {
+    /// From here on frames are such as the other side understands.
+    pub(crate) fn agree(&mut self, protocol: u32) {
+        self.check = if protocol >= WITH_SUMS { Check::Sum } else { Check::Crc };
+    }
+
     pub(crate) fn push(&mut self, from: Direction, nonce: Nonce, message: &impl Message) -> Result<(), TooLong> {
-        let payload = |plain: &mut Vec<u8>| message.encode(plain).expect("a vector grows as needed");
-        frame::encode_with(from, nonce, message.encoded_len(), payload, &mut self.plain, &mut self.bytes)
+        self.plain.clear();
+        frame::begin(from, nonce, self.check, message.encoded_len(), &mut self.plain)?;
+        message.encode(&mut self.plain).expect("a vector grows as needed");
+        frame::seal(self.check, &mut self.plain, &mut self.outgoing);
+        Ok(())
+    }
+
+    /// As [`Self::push`], for a message that ends with bytes, which are read to where they belong: `read` gets so much
+    /// room and says how much it filled, `prefix` what stands before so many bytes, at most [`PREFIX`]. Nothing is sent
+    /// when nothing was read.
+    pub(crate) fn push_read(
+        &mut self,
+        (from, nonce): (Direction, Nonce),
+        room: usize,
+        read: impl FnOnce(&mut [u8]) -> usize,
+        prefix: impl FnOnce(usize) -> Vec<u8>,
+    ) -> Result<(), TooLong> {
+        const BEFORE: usize = frame::HEADER + PREFIX;
+        if self.read.len() < BEFORE + room + frame::SUM {
+            self.read.resize(BEFORE + room + frame::SUM, 0);
+        }
+        let len = read(&mut self.read[BEFORE..BEFORE + room]).min(room);
+        if len == 0 {
+            return Ok(());
+        }
+        let prefix = prefix(len);
+        self.plain.clear();
+        frame::begin(from, nonce, self.check, prefix.len() + len, &mut self.plain)?;
+        self.plain.extend_from_slice(&prefix);
+        let begin = BEFORE - self.plain.len();
+        self.read[begin..BEFORE].copy_from_slice(&self.plain);
+        frame::seal_in_place(self.check, &mut self.read[begin..], BEFORE - begin + len, &mut self.outgoing);
+        Ok(())
     }
 
     pub(crate) fn outgoing(&self) -> &[u8] {
-        &self.bytes[self.written..]
+        self.outgoing.bytes()
     }
 
     pub(crate) fn written(&mut self, len: usize) {
-        self.written = (self.written + len).min(self.bytes.len());
-        // Moving the rest for every write would be quadratic; never would keep all that was ever sent.
-        if self.written == self.bytes.len() || self.written >= 1024 * 1024 {
-            self.bytes.drain(..self.written);
-            self.written = 0;
-        }
+        self.outgoing.written(len);
     }
 
     pub(crate) fn clear(&mut self) {
-        self.bytes.clear();
-        self.written = 0;
+        self.outgoing.clear();
     }
 }
+
+/// Room for what stands before the bytes of a message.
+pub(crate) const PREFIX: usize = 64;
 
 #[cfg(test)]
 #[path = "connection_tests.rs"]

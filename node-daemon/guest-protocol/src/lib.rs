@@ -16,6 +16,8 @@ pub mod flow;
 pub mod frame;
 pub mod guest;
 pub mod host;
+mod outgoing;
+mod sum;
 
 #[allow(clippy::all, clippy::pedantic)]
 pub mod v1 {
@@ -32,6 +34,12 @@ pub use host::{HostConnection, HostEvent, StreamId};
 
 /// The most bytes of a stream or of the log that one message carries.
 pub const MAX_CHUNK: usize = 32 * 1024;
+
+/// What these ends understand, see `Hello` and `HelloReply`.
+pub const PROTOCOL: u32 = 2;
+
+/// The first protocol with [`frame::Check::Sum`].
+const WITH_SUMS: u32 = 2;
 
 /// The name of the virtio-serial port.
 pub const PORT_NAME: &str = "agent.0";

@@ -124,8 +124,8 @@ impl Inlet {
                     self.head += len;
                     self.last = piece[..self.head].last().copied();
                     if self.head == piece.len() {
-                        self.queue.pop_front();
                         self.head = 0;
+                        self.queue.pop_front().into_iter().for_each(|piece| connection.recycle(piece));
                     }
                 }
                 Err(Errno::AGAIN) => break,

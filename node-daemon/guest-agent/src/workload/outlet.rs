@@ -16,6 +16,9 @@ use super::terminal::Terminal;
 /// silent for so long is closed.
 const LINGER: Duration = Duration::from_millis(500);
 
+/// Half of what a pipe holds: whoever fills it goes on meanwhile.
+const PIECES_OF_A_TURN: usize = 4;
+
 #[derive(Debug)]
 pub enum Source {
     Pipe(OwnedFd),
@@ -65,19 +68,32 @@ impl Outlet {
         self.broken
     }
 
+    /// Sends what is there, as far as its turn goes: a look at everybody for each piece costs more than the piece.
     pub fn read(&mut self, id: u32, now: Instant, connection: &mut GuestConnection) {
+        for _ in 0..PIECES_OF_A_TURN {
+            if !self.read_piece(id, now, connection) {
+                return;
+            }
+        }
+    }
+
+    /// `false` when there may be no more for now.
+    fn read_piece(&mut self, id: u32, now: Instant, connection: &mut GuestConnection) -> bool {
         let limit = self.window.available().min(MAX_CHUNK);
         let Some(source) = self.source.as_ref().filter(|_| limit > 0) else {
-            return;
+            return false;
         };
-        let mut buffer = connection.take_buffer();
-        let found = pipe::read_into(source, limit, &mut buffer);
-        let len = buffer.len();
-        connection.send_output(id, self.output, buffer).expect("a piece is bounded by MAX_CHUNK");
+        let mut found = Found::Nothing;
+        let read = |room: &mut [u8]| {
+            found = pipe::read_to(source, room);
+            if let Found::Data(len) = found { len } else { 0 }
+        };
+        connection.send_output(id, self.output, limit, read).expect("a piece is bounded by MAX_CHUNK");
         match found {
-            Found::Data(()) => {
+            Found::Data(len) => {
                 self.window.sent(len);
                 self.silent_since = self.silent_since.map(|_| now);
+                return len == limit;
             }
             Found::Broken(errno) => {
                 // EIO is how a terminal says that nobody is at its other end any more.
@@ -87,6 +103,7 @@ impl Outlet {
             Found::End => self.close(id, connection),
             Found::Nothing => {}
         }
+        false
     }
 
     pub fn close(&mut self, id: u32, connection: &mut GuestConnection) {

@@ -65,10 +65,7 @@ pub fn read(fd: impl AsFd, limit: usize) -> Found {
     })
 }
 
-/// Reads at most `limit` bytes, which is more than 0, in place of what is in `buffer`; empty when there was nothing.
-pub fn read_into(fd: impl AsFd, limit: usize, buffer: &mut Vec<u8>) -> Found<()> {
-    buffer.resize(limit, 0);
-    let read = rustix::io::read(fd, buffer.as_mut_slice());
-    buffer.truncate(read.unwrap_or(0));
-    Found::of(read, |_| ())
+/// Reads to where it belongs, which has room; says how much.
+pub fn read_to(fd: impl AsFd, room: &mut [u8]) -> Found<usize> {
+    Found::of(rustix::io::read(fd, room), |len| len)
 }

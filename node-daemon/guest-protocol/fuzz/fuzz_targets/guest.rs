@@ -7,7 +7,7 @@ mod input;
 use input::Input;
 use kibo_guest_protocol::{
     GuestConnection, GuestEvent, Nonce,
-    frame::{self, Decoder, Direction},
+    frame::{self, Check, Decoder, Direction},
     v1::{self, host_message},
 };
 use libfuzzer_sys::fuzz_target;
@@ -42,7 +42,11 @@ fn step(connection: &mut GuestConnection, input: &mut Input<'_>) {
         }
         2 => {
             let nonce = u64::from(input.byte() % 3);
-            say(connection, Nonce::new(nonce), v1::Hello { nonce, ..v1::Hello::default() });
+            say(
+                connection,
+                Nonce::new(nonce),
+                v1::Hello { nonce, protocol: if nonce.is_multiple_of(2) { 2 } else { 0 }, ..v1::Hello::default() },
+            );
         }
         3 => say(connection, Nonce::new(u64::from(input.byte() % 3)), v1::Ping::default()),
         4 => connection.hang_up(),
@@ -55,7 +59,8 @@ fn step(connection: &mut GuestConnection, input: &mut Input<'_>) {
 
 fn receive(connection: &mut GuestConnection, nonce: Nonce, payload: &[u8]) {
     let mut wire = Vec::new();
-    frame::encode(Direction::FromHost, nonce, payload, &mut wire).expect("it is short");
+    let check = if payload.len().is_multiple_of(2) { Check::Sum } else { Check::Crc };
+    frame::encode(Direction::FromHost, nonce, check, payload, &mut wire).expect("it is short");
     connection.receive(&wire);
 }
 
