@@ -17,7 +17,7 @@ use kibo_e2e::suite::failpoints::Failpoints;
 use kibo_e2e::suite::{Place, Suite, eventually};
 use kibo_failpoint::Action;
 use kube::ResourceExt as _;
-use kube::api::{DeleteParams, Patch, PatchParams};
+use kube::api::{Patch, PatchParams};
 use serde_json::json;
 
 fn main() -> ExitCode {

@@ -22,7 +22,7 @@ use kube::ResourceExt as _;
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams};
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
-use serde_json::{Value, json};
+use serde_json::json;
 use tokio::time::Instant;
 
 fn main() -> ExitCode {
