@@ -46,6 +46,7 @@ async fn mib_of(place: &Place, name: &str, path: &str) -> Result<u64> {
     Ok(place.sh(name, &format!("df -k {path} | tail -n 1 | awk '{{print int($2 / 1024)}}'")).await?.parse()?)
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "a literal")]
 fn volume(name: &str, spec: Value) -> Value {
     json!({"apiVersion": "kibotos.dev/v1alpha1", "kind": "Volume", "metadata": {"name": name}, "spec": spec})
 }

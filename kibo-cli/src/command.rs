@@ -271,7 +271,7 @@ const NOT_ON_RECORD: &str = "is not in status.commands yet";
 pub struct Question<'a> {
     pub subject: &'a Subject,
     /// Before the subject: `Retire`.
-    pub question: &'a str,
+    pub act: &'a str,
     /// After it: `for ever?`, and what that means.
     pub consequence: &'a str,
     /// What is to be confirmed, after the subject: `is retired for ever`.
@@ -282,13 +282,13 @@ pub struct Question<'a> {
 
 /// Asks on the terminal.
 pub fn confirm(question: &Question<'_>) -> Result<()> {
-    let Question { subject, question, consequence, outcome, verb } = question;
+    let Question { subject, act, consequence, outcome, verb } = question;
     if !(io::stdin().is_terminal() && io::stderr().is_terminal()) {
         return Err(Error::invalid(format!("there is no terminal to confirm that {subject} {outcome}"))
             .next(format!("{} --yes", subject.command(verb))));
     }
     let mut stderr = io::stderr();
-    write!(stderr, "{question} {subject} {consequence} Type yes: ")?;
+    write!(stderr, "{act} {subject} {consequence} Type yes: ")?;
     stderr.flush()?;
     let mut answer = String::new();
     io::stdin().lock().read_line(&mut answer)?;

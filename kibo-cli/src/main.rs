@@ -83,7 +83,7 @@ async fn run(cli: Cli) -> Result<u8> {
         Command::Version => output::print(&format!("kibo {}\n", kibo_protocol::RELEASE)).map(|()| 0),
         command => {
             let cluster = Cluster::open(&cli.global).await?;
-            dispatch(&cluster, command).await.map_err(|error| error.with_server(&cluster.server))
+            Box::pin(dispatch(&cluster, command)).await.map_err(|error| error.with_server(&cluster.server))
         }
     }
 }

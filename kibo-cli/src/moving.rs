@@ -134,7 +134,7 @@ async fn submit<K: Movable>(
         });
         match api.patch(&subject.name, &PatchParams::default(), &Patch::Merge(patch)).await {
             Err(kube::Error::Api(status)) if status.is_conflict() => {
-                object = api.get(&subject.name).await.on(subject)?
+                object = api.get(&subject.name).await.on(subject)?;
             }
             answer => return answer.map(drop).on(subject),
         }

@@ -62,6 +62,7 @@ pub struct Guest {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own about a host")]
 pub struct Host {
     /// The life that its disk knows of.
     pub life: Option<Incarnation>,

@@ -86,7 +86,7 @@ pub async fn retire(cluster: &Cluster, args: Retire) -> Result<()> {
     if !args.yes {
         confirm(&Question {
             subject: &submission.subject,
-            question: "Retire",
+            act: "Retire",
             consequence: "for ever? Its name is never used again.",
             outcome: "is retired for ever",
             verb: "retire",

@@ -95,17 +95,34 @@ impl FromStr for OwnRatio {
     }
 }
 
-/// What a command says must not depend on what it read, when it is to be given again.
-fn check_input(has_both: bool, has_one: bool, is_named: bool, has_version: bool) -> Result<()> {
-    if !has_one {
-        return Err(Error::invalid("nothing to change: give --cpu, --memory or both"));
+/// Which of the two ratios a command gives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Gives {
+    Neither,
+    One,
+    Both,
+}
+
+impl Gives {
+    fn of<T>(cpu: Option<T>, memory: Option<T>) -> Self {
+        match (cpu, memory) {
+            (Some(_), Some(_)) => Self::Both,
+            (None, None) => Self::Neither,
+            _ => Self::One,
+        }
     }
-    if is_named && !(has_both && has_version) {
-        return Err(Error::invalid(
-            "with --command-id, both --cpu and --memory and --expected-version must be given, so that a repetition asks for the same",
-        ));
+
+    /// What a command says must not depend on what it read, when it is to be given again.
+    fn check(self, is_named: bool, has_version: bool) -> Result<()> {
+        match self {
+            Self::Neither => Err(Error::invalid("nothing to change: give --cpu, --memory or both")),
+            Self::Both if !is_named || has_version => Ok(()),
+            Self::One if !is_named => Ok(()),
+            _ => Err(Error::invalid(
+                "with --command-id, both --cpu and --memory and --expected-version must be given, so that a repetition asks for the same",
+            )),
+        }
     }
-    Ok(())
 }
 
 pub async fn run(cluster: &Cluster, command: Overcommit) -> Result<()> {
@@ -126,8 +143,7 @@ fn policy_subject() -> Subject {
 async fn set_default(cluster: &Cluster, args: SetDefault) -> Result<()> {
     let PolicyWriteArgs { command_id, expected_version } = &args.write;
     let (cpu, memory) = (args.cpu, args.memory);
-    let (both, one) = (cpu.is_some() && memory.is_some(), cpu.is_some() || memory.is_some());
-    check_input(both, one, command_id.is_some(), expected_version.is_some())?;
+    Gives::of(cpu, memory).check(command_id.is_some(), expected_version.is_some())?;
     let api = cluster.cluster_wide::<OvercommitPolicy>();
     let digest = digest(&json!({ "operation": "set-default", "cpu": cpu, "memory": memory }));
     for _ in 0..ATTEMPTS {
@@ -188,9 +204,8 @@ fn told(spec: &OvercommitPolicySpec) -> String {
 }
 
 async fn set(cluster: &Cluster, args: Set) -> Result<()> {
-    let (both, one) = (args.cpu.is_some() && args.memory.is_some(), args.cpu.is_some() || args.memory.is_some());
-    check_input(both, one, args.write.command_id.is_some(), args.write.expected_version.is_some())?;
     let (cpu, memory) = (args.cpu, args.memory);
+    Gives::of(cpu, memory).check(args.write.command_id.is_some(), args.write.expected_version.is_some())?;
     let wanted = move |node: &Node| {
         let own = node.spec.overcommit.clone().unwrap_or_default();
         (cpu.map_or(own.cpu, |cpu| cpu.0), memory.map_or(own.memory, |memory| memory.0))
@@ -283,12 +298,12 @@ mod tests {
 
     #[test]
     fn a_command_that_can_be_repeated_says_everything() {
-        assert!(check_input(false, true, false, false).is_ok());
-        assert!(check_input(true, true, true, true).is_ok());
-        for (both, one, named, version) in
-            [(false, false, false, false), (false, true, true, true), (true, true, true, false)]
+        assert!(Gives::One.check(false, false).is_ok());
+        assert!(Gives::Both.check(true, true).is_ok());
+        for (gives, is_named, has_version) in
+            [(Gives::Neither, false, false), (Gives::One, true, true), (Gives::Both, true, false)]
         {
-            assert_eq!(check_input(both, one, named, version).unwrap_err().kind, Kind::InvalidArgument);
+            assert_eq!(gives.check(is_named, has_version).unwrap_err().kind, Kind::InvalidArgument);
         }
     }
 }

@@ -88,7 +88,7 @@ pub async fn declare_lost(cluster: &Cluster, args: DeclareLost) -> Result<()> {
     if !args.yes {
         confirm(&Question {
             subject: &submission.subject,
-            question: "Declare",
+            act: "Declare",
             consequence: "lost for ever? What is in it is not used again, also when it comes back.",
             outcome: "is lost for ever",
             verb: "declare-lost",

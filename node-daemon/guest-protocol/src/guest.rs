@@ -214,7 +214,7 @@ mod tests {
     #[test]
     fn what_is_read_in_place_is_the_message_that_it_would_be() {
         for (stream_id, len) in [(1, 1), (127, 127), (128, 128), (70_000, 20_000), (u32::MAX, MAX_CHUNK)] {
-            let data: Vec<u8> = (0..len).map(|at| (at % 251) as u8).collect();
+            let data: Vec<u8> = (0..=250_u8).cycle().take(len).collect();
             let message = v1::OutputData { stream_id, output: v1::Output::Stderr.into(), data: data.clone() };
             let whole = v1::GuestMessage { kind: Some(guest_message::Kind::OutputData(message)) }.encode_to_vec();
             let prefix = output_prefix(stream_id, v1::Output::Stderr, len);

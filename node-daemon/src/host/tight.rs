@@ -40,8 +40,8 @@ mod tests {
 
     use super::*;
 
-    fn permille(available: u64) -> Option<Memory> {
-        Some(Memory { available: Bytes(available), total: Bytes(1000) })
+    fn permille(available: u64) -> Memory {
+        Memory { available: Bytes(available), total: Bytes(1000) }
     }
 
     #[test]
@@ -56,7 +56,7 @@ mod tests {
             (true, 151, false),
             (false, 149, false),
         ] {
-            assert_eq!(thresholds.is_tight(was, permille(available)), tight, "was {was}, {available} of 1000");
+            assert_eq!(thresholds.is_tight(was, Some(permille(available))), tight, "was {was}, {available} of 1000");
         }
         assert!(thresholds.is_tight(true, None) && !thresholds.is_tight(false, None));
         let huge = Some(Memory { available: Bytes(u64::MAX), total: Bytes(u64::MAX) });
@@ -66,7 +66,7 @@ mod tests {
     #[test]
     fn thresholds_are_shares_in_their_order() {
         let never = Thresholds::new(0, 100).unwrap();
-        assert!(!never.is_tight(false, permille(0)) && !never.is_tight(true, permille(0)));
+        assert!(!never.is_tight(false, Some(permille(0))) && !never.is_tight(true, Some(permille(0))));
         for (enter, leave) in [(10, 10), (15, 10), (10, 101), (300, 301)] {
             assert_eq!(Thresholds::new(enter, leave), None, "{enter} {leave}");
         }

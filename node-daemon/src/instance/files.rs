@@ -77,6 +77,7 @@ pub struct InstanceDir {
 /// How far an Instance has come; with it, every step can be taken up by another daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own, on disk under its own name")]
 pub struct Record {
     pub taker: Taker,
     /// The kernel's random id of the host's boot in which it was started.

@@ -305,7 +305,7 @@ impl Inner {
         let (inputs, _) = mpsc::unbounded_channel();
         let mut running = self.lock();
         // The same as before: what its pools have said of it counts.
-        let watched = running.remove(&instance).and_then(|handle| handle.watched).or_else(|| watch());
+        let watched = running.remove(&instance).and_then(|handle| handle.watched).or_else(watch);
         running.insert(instance, Handle { summary, inputs, guest: None, unclear: Some(problem.to_owned()), watched });
         drop(running);
         self.changed();

@@ -128,10 +128,9 @@ impl Stall {
 fn step(since_try: Duration, runs_for: Option<Duration>, free: Option<Bytes>) -> Step {
     match runs_for {
         Some(runs_for) if runs_for >= SETTLED => Step::Over,
-        Some(_) => Step::Wait,
         None if since_try >= AGAIN => Step::Try,
         None if since_try >= LOOK_EVERY && free.is_some_and(|free| free >= ROOM) => Step::Try,
-        None => Step::Wait,
+        _ => Step::Wait,
     }
 }
 

@@ -50,21 +50,13 @@ impl Pool {
         names.truncate(limit);
         let mut entries = Vec::with_capacity(names.len());
         for name in names {
-            match self.entry(&dir, name) {
+            match entry(&dir, name) {
                 Ok(entry) => entries.push(entry),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return Err(failed(error)),
             }
         }
         Ok(PoolPage { pool_uid: self.marker_uid(), entries, more })
-    }
-
-    fn entry(&self, dir: &Path, name: String) -> io::Result<PoolEntry> {
-        let path = dir.join(&name);
-        let uid = name.parse::<ObjectUid>().ok();
-        // Records that cannot be read prove nothing.
-        let records = uid.as_ref().and_then(|_| record_files::list(&path).ok()).unwrap_or_default();
-        Ok(PoolEntry { used: occupied(&path)?, is_deleted: records.is_deletion_begun(), uid, name })
     }
 
     /// Removes what is left of an object whose owner is proven to be deleted. Nothing may hold it: the pool's own records
@@ -89,6 +81,14 @@ impl Pool {
         let grant = Grant { epoch, predecessor, predecessor_end: PredecessorEnd::Released };
         self.delete(&GrantedObject { object, grant }, taker)
     }
+}
+
+fn entry(dir: &Path, name: String) -> io::Result<PoolEntry> {
+    let path = dir.join(&name);
+    let uid = name.parse::<ObjectUid>().ok();
+    // Records that cannot be read prove nothing.
+    let records = uid.as_ref().and_then(|_| record_files::list(&path).ok()).unwrap_or_default();
+    Ok(PoolEntry { used: occupied(&path)?, is_deleted: records.is_deletion_begun(), uid, name })
 }
 
 /// What a file or a directory with its files takes.

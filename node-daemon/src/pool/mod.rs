@@ -54,7 +54,7 @@ use watch::{Grip, Registration, Watch};
 
 /// The pools of this node.
 pub struct Pools {
-    pools: BTreeMap<PoolId, Pool>,
+    by_id: BTreeMap<PoolId, Pool>,
     node: NodeId,
     life: fence::Life,
     watch: Watch,
@@ -238,7 +238,7 @@ impl Pools {
             uid: pool.uid.clone(),
         });
         let watch = Watch::start(places, node, fence.freeze_after)?;
-        Ok(Self { pools, node: node.clone(), life, watch })
+        Ok(Self { by_id: pools, node: node.clone(), life, watch })
     }
 
     /// From now on this Instance is stopped by whatever its pools say of its right to what it holds. To be called before
@@ -255,7 +255,7 @@ impl Pools {
     /// These were declared lost: from now on nothing is written there. Gives back those of this node that were not lost
     /// before.
     pub fn declare_lost(&self, ids: &BTreeSet<PoolId>) -> BTreeSet<PoolId> {
-        let own = self.pools.values().filter(|pool| ids.contains(&pool.id));
+        let own = self.by_id.values().filter(|pool| ids.contains(&pool.id));
         own.filter(|pool| pool.declare_lost()).map(|pool| pool.id.clone()).collect()
     }
 
@@ -270,11 +270,11 @@ impl Pools {
     }
 
     pub fn get(&self, id: &PoolId) -> Result<&Pool, PoolError> {
-        self.pools.get(id).ok_or_else(|| PoolError::Unknown(id.clone()))
+        self.by_id.get(id).ok_or_else(|| PoolError::Unknown(id.clone()))
     }
 
     pub fn iter(&self) -> impl Iterator<Item = &Pool> {
-        self.pools.values()
+        self.by_id.values()
     }
 }
 

@@ -31,7 +31,7 @@ impl Setup {
         let config = PoolConfig { id: "p".parse().unwrap(), path: self.dir.path().to_owned(), default: true };
         Pools::open(&[config], FenceConfig::default(), &node.parse().unwrap())
             .unwrap()
-            .pools
+            .by_id
             .into_values()
             .next()
             .unwrap()

@@ -10,7 +10,10 @@
 use std::collections::BTreeSet;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-use kibo_crds::{Bytes, Epoch, Incarnation, MoveRequest, MoveState, MoveStatus, NodeId, PoolId, node::Holder};
+use kibo_crds::{
+    Bytes, Epoch, Incarnation, MoveRequest, MoveState, MoveStatus, NodeId, PoolId,
+    node::{Holder, HolderEnd},
+};
 use kibo_protocol::v1;
 
 use super::heard::{Heard, Word};
@@ -22,6 +25,8 @@ use crate::{
 /// Reasons of a move that somebody gave up; with any other it failed.
 const CANCELLED: &str = "Cancelled";
 const DELETED: &str = "Deleted";
+/// Of a move that is done but for the old copy, from before its removal is ordered: it may not be whole any more.
+const OLD_COPY_GOES: &str = "OldCopyGoes";
 
 /// Everything that a decision depends on.
 pub struct Sight<'a> {
@@ -110,6 +115,11 @@ fn names(nodes: &BTreeSet<NodeId>) -> String {
         return "no node".to_owned();
     }
     nodes.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+}
+
+fn give_up(status: &mut MoveStatus, reason: &str, message: &str) {
+    status.state = MoveState::Cancelling;
+    explain(status, reason, message);
 }
 
 impl Next<'_> {
@@ -265,11 +275,11 @@ impl Next<'_> {
         if sight.is_deleting || !is_wanted {
             let (reason, message) =
                 if sight.is_deleting { (DELETED, "it is being deleted") } else { (CANCELLED, "it was taken back") };
-            return self.give_up(status, reason, message);
+            return give_up(status, reason, message);
         }
         if let Some(lost) = status.from.as_ref().and_then(|from| self.lost(status, from)) {
             let message = format!("storage pool {lost} was declared lost");
-            return self.give_up(status, "PoolLost", &message);
+            return give_up(status, "PoolLost", &message);
         }
         let Some(holder) = self.holder(status) else {
             // Its node's incarnation is over: another one, or the same in its next life, begins anew.
@@ -292,7 +302,7 @@ impl Next<'_> {
                         v1::ObjectFailure::HolderConflict => "HolderConflict",
                         _ => "StorageFailed",
                     };
-                    return self.give_up(status, reason, &format!("node {}: {}", holder.node, word.message));
+                    return give_up(status, reason, &format!("node {}: {}", holder.node, word.message));
                 }
                 _ => (status.reason, status.message) = (None, None),
             }
@@ -322,11 +332,6 @@ impl Next<'_> {
         self.decision.pool = Some(status.to.clone());
     }
 
-    fn give_up(&mut self, status: &mut MoveStatus, reason: &str, message: &str) {
-        status.state = MoveState::Cancelling;
-        explain(status, reason, message);
-    }
-
     fn cancel(&mut self, status: &mut MoveStatus) {
         if self.discard(status) {
             return;
@@ -342,13 +347,48 @@ impl Next<'_> {
     }
 
     fn remove(&mut self, status: &mut MoveStatus) {
-        // First, since the object can be used then; and a copy is removed only where the other one is marked as the object.
-        if self.settle(status) || self.discard(status) {
+        // First, since the object can be used then.
+        if self.settle(status) {
+            return;
+        }
+        if status.leftover.is_some() && !is_marked_there(status, &self.decision.right) && !self.sight.is_deleting {
+            return self.mark_there(status);
+        }
+        if status.leftover.is_some() {
+            status.reason = Some(OLD_COPY_GOES.to_owned());
+        }
+        if self.discard(status) {
             return;
         }
         status.state = MoveState::Finished;
         status.finished_at = Some(self.sight.now.clone());
         (status.reason, status.message) = (None, None);
+    }
+
+    /// The copier's life ended before it marked the new copy as the object: another member of that pool is granted it, and
+    /// leaves a record there when it says what became of the grant.
+    fn mark_there(&mut self, status: &mut MoveStatus) {
+        let sight = self.sight;
+        let Some((node, incarnation)) = sight.cluster.reachable_members(&status.to).into_iter().next() else {
+            if !sight.cluster.is_settling() {
+                let members = names(&self.members(&status.to));
+                let wait = format!(
+                    "waits for a node that reaches storage pool {}, to mark the copy there as the object before the old one is removed (members: {members})",
+                    status.to
+                );
+                note(status, &wait);
+            }
+            return;
+        };
+        match self.decision.right.granted(&node, incarnation, |node, incarnation| sight.cluster.void(node, incarnation))
+        {
+            Ok(right) => {
+                status.epoch = right.epoch;
+                (status.node, status.incarnation) = (Some(node), Some(incarnation));
+                self.decision.right = right;
+            }
+            Err(error) => note(status, &error.to_string()),
+        }
     }
 
     /// Ends the grant of this move. Whether something of that is left to be done.
@@ -409,6 +449,45 @@ impl Next<'_> {
         }
         cluster.reachable_members(pool).into_iter().next()
     }
+}
+
+/// Whether the new pool has a record by which nobody can take the object there for what a move left over: the use of the
+/// move is recorded as over, a grant after it was refused or taken, or the object was granted since. Before that, what is
+/// in the old pool must stay: a control plane that was put back to the time of the copying would remove the new copy.
+fn is_marked_there(status: &MoveStatus, right: &Right) -> bool {
+    let Some(epoch) = status.epoch else { return true };
+    let was_closed = right.previous.as_ref().is_some_and(|previous| {
+        let is_closed = matches!(previous.ended, HolderEnd::Released | HolderEnd::Refused);
+        // A refusal leaves the holder before it as the previous one.
+        previous.epoch < epoch || (previous.epoch == epoch && is_closed)
+    });
+    match &right.holder {
+        Some(holder) => holder.epoch > epoch || (holder.epoch == epoch && holder.idle),
+        None => right.epoch > Some(epoch) || was_closed,
+    }
+}
+
+/// The pool where the object is again, when the one that it was moved to was declared lost before anything used it there
+/// and before anything was removed here. To be asked before the object itself counts as lost.
+pub fn taken_back(
+    moving: Option<&mut MoveStatus>,
+    right: &Right,
+    is_lost: impl Fn(&PoolId) -> bool,
+    now: &Time,
+) -> Option<PoolId> {
+    let moving = moving.filter(|moving| moving.state == MoveState::Removing)?;
+    let from = moving.from.clone().filter(|from| !is_lost(from) && moving.leftover.as_ref() == Some(from))?;
+    let is_untouched = right.epoch == moving.epoch && moving.reason.as_deref() != Some(OLD_COPY_GOES);
+    if !is_untouched || !is_lost(&moving.to) {
+        return None;
+    }
+    let message = format!(
+        "storage pool {} was declared lost before the move there was over: it is in storage pool {from} as it was when it was copied",
+        moving.to
+    );
+    (moving.state, moving.leftover, moving.finished_at) = (MoveState::Failed, None, Some(now.clone()));
+    explain(moving, "PoolLost", message);
+    Some(from)
 }
 
 fn is_open(status: &MoveStatus) -> bool {

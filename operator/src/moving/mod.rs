@@ -12,7 +12,7 @@ mod tests;
 
 use kibo_crds::{Bytes, MoveState, MoveStatus, PoolId};
 
-pub use decide::{Action, Decision, Sight, decide};
+pub use decide::{Action, Decision, Sight, decide, taken_back};
 pub use heard::{Discarded, Heard, Hearsay, Word};
 pub(crate) use shell::{Whose, act, points, progress, reach};
 

@@ -10,7 +10,7 @@ use kibo_crds::{
 use kibo_protocol::v1;
 
 use super::{
-    decide::{Action, Decision, Sight, decide},
+    decide::{Action, Decision, Sight, decide, taken_back},
     heard::{Discarded, Heard, Word},
 };
 use crate::{node::Void, right::Right, workspace::sight::Cluster};
@@ -89,6 +89,9 @@ fn facts() -> Facts {
     }
 }
 
+/// What happens from outside.
+type Change = fn(&mut Sim);
+
 /// A Volume, the store, and what is on the disks.
 struct Sim {
     facts: Facts,
@@ -106,7 +109,7 @@ struct Sim {
     disks: BTreeMap<PoolId, (Epoch, bool)>,
     steps: usize,
     /// What happens before which step.
-    fault: Option<(usize, fn(&mut Sim))>,
+    fault: Option<(usize, Change)>,
 }
 
 impl Sim {
@@ -155,6 +158,15 @@ impl Sim {
         if let Some(right) = self.right.voided(|node, incarnation| self.facts.void(node, incarnation)) {
             self.right = right;
         }
+        let is_lost = |pool: &PoolId| self.facts.lost == Some(pool.as_str());
+        if let Some(pool) = taken_back(self.status.as_mut(), &self.right, is_lost, &at(7)) {
+            self.pool = pool;
+        }
+        if is_lost(&self.pool)
+            && let Some(right) = self.right.lost()
+        {
+            self.right = right;
+        }
         let decision = self.look();
         let wrote = decision.status != self.status || decision.right != self.right || decision.pool.is_some();
         (self.status, self.right) = (decision.status, decision.right);
@@ -187,8 +199,9 @@ impl Sim {
     }
 
     fn settle(&mut self, holder: &Holder) -> bool {
-        if let Some(record) = self.disks.get_mut(&self.pool).filter(|record| record.0 == holder.epoch) {
-            record.1 = true;
+        // A node that never took the grant leaves a record too.
+        if let Some(record) = self.disks.get_mut(&self.pool).filter(|record| record.0 <= holder.epoch) {
+            *record = (holder.epoch, true);
         }
         self.step();
         match self.right.released(&holder.node, holder.epoch, true) {
@@ -201,7 +214,9 @@ impl Sim {
 
     fn discard(&mut self, node: NodeId, pool: PoolId, epoch: Epoch) -> bool {
         assert_ne!(pool, self.pool, "the object is never a copy");
-        assert!(self.disks.contains_key(&self.pool), "the object is there");
+        let object = self.disks.get(&self.pool).expect("the object is there");
+        let goes_anyway = self.is_deleting || self.state() != MoveState::Removing;
+        assert!(object.1 || goes_anyway, "nobody can take the object for a rest of a move");
         if let Some((found, is_released)) = self.disks.get(&pool) {
             assert!(*found <= epoch && !is_released, "it is a copy");
         }
@@ -239,7 +254,7 @@ impl Sim {
 
 #[test]
 fn what_cannot_be_moved_is_refused_with_the_reason() {
-    let table: [(&str, &str, fn(&mut Sim)); 7] = [
+    let table: [(&str, &str, Change); 7] = [
         ("NoImage", "no image yet", |sim| sim.has_image = false),
         ("InUse", "stop the Workspace first", |sim| sim.in_use = true),
         ("NotAttached", "old is attached to a, b, c; new to no node", |sim| drop(sim.facts.members.remove("new"))),
@@ -294,7 +309,7 @@ fn the_same_request_is_done_once_and_the_next_one_too() {
 }
 
 /// Everything that may happen between two steps.
-const FAULTS: [(&str, fn(&mut Sim)); 6] = [
+const FAULTS: [(&str, Change); 6] = [
     ("the leader dies", |sim| sim.heard = Heard::default()),
     ("the node is isolated and comes back", |sim| {
         sim.facts.isolated.push(("a", 1));
@@ -374,6 +389,29 @@ fn one_that_removes_is_waited_for_and_why_it_was_given_up_is_kept() {
     assert!(decision.status.unwrap().message.unwrap().starts_with("node a: it cannot; now: waits for"));
     sim.facts.isolated.push(("a", 1));
     assert!(matches!(sim.look().action, Some(Action::Discard { node: it, .. }) if it == node("b")));
+}
+
+/// Before anything used it there and before anything was removed here; afterwards the old copy may not be whole.
+#[test]
+fn what_was_moved_to_a_pool_that_is_lost_is_still_in_the_old_one() {
+    let mut sim = Sim::new();
+    while sim.status.as_ref().is_none_or(|status| status.state != MoveState::Removing) {
+        assert!(sim.round());
+    }
+    assert_eq!(sim.pool, pool("new"));
+    sim.facts.lost = Some("new");
+    sim.facts.members.remove("new");
+    sim.run();
+    assert_eq!((sim.state(), sim.reason(), &sim.pool), (MoveState::Failed, "PoolLost", &pool("old")));
+    assert!(sim.disks.contains_key(&pool("old")) && sim.status.as_ref().unwrap().leftover.is_none());
+
+    let mut sim = Sim::new();
+    while sim.status.as_ref().is_none_or(|status| status.reason.as_deref() != Some("OldCopyGoes")) {
+        assert!(sim.round());
+    }
+    sim.facts.lost = Some("new");
+    let right = sim.right.clone();
+    assert_eq!(taken_back(sim.status.as_mut(), &right, |pool| pool.as_str() == "new", &at(7)), None);
 }
 
 #[test]

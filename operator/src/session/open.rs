@@ -110,7 +110,7 @@ pub async fn shows_key(leading: &Leading, hello: &Hello) -> Result<(), Refusal> 
     }
     // Nothing closes the semaphore.
     let _turn = LOOK_UPS.acquire().await;
-    let (node, _) = read_node(&leading.nodes.api(), &hello.node).await.map_err(unanswered)?;
+    let (node, _) = read_node(&leading.nodes.api(), &hello.node).await.map_err(|error| unanswered(&error))?;
     kibo_failpoint::reach("key-looked-up").await;
     if let Some(node) = &node {
         ctx.nodes.observe(node);
@@ -121,7 +121,7 @@ pub async fn shows_key(leading: &Leading, hello: &Hello) -> Result<(), Refusal> 
     }
 }
 
-fn unanswered(error: kube::Error) -> Refusal {
+fn unanswered(error: &kube::Error) -> Refusal {
     Refusal::new(SessionRefusal::NotLeader, format!("the API server does not answer, try again: {error}"))
 }
 
@@ -153,7 +153,8 @@ pub async fn open(
             return Err(Refusal::new(SessionRefusal::NotLeader, "this operator leads no more: come back soon"));
         }
         kibo_failpoint::reach("hello-received").await;
-        let (node, revision) = read_node(&leading.nodes.api(), &hello.node).await.map_err(unanswered)?;
+        let (node, revision) =
+            read_node(&leading.nodes.api(), &hello.node).await.map_err(|error| unanswered(&error))?;
         let existing = ctx.registry.get(&hello.node);
         let decision = decide(
             hello,

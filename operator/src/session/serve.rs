@@ -61,10 +61,10 @@ pub async fn serve(
     hellos: Arc<Semaphore>,
 ) {
     let term = leading.nodes.ctx.term.0;
-    let mut opened = open(&leading, &hellos, &hello, None).await;
+    let mut opened = Box::pin(open(&leading, &hellos, &hello, None)).await;
     if let Ok(Opening::TakeInventory) = opened {
         opened = match take_inventory(&hello, term, &mut inbound, &wire).await {
-            Ok(inventory) => open(&leading, &hellos, &hello, Some(&inventory)).await,
+            Ok(inventory) => Box::pin(open(&leading, &hellos, &hello, Some(&inventory))).await,
             Err(message) => Err(Refusal::new(SessionRefusal::ControlPlaneWentBack, message)),
         };
     }

@@ -200,7 +200,7 @@ impl SessionServer {
                 return serve::refuse_hello(&wire, leading.nodes.ctx.term.0, &hello, refusal).await;
             }
             drop(listened);
-            serve::serve(leading, hello, inbound, wire, self.hellos.clone()).await;
+            Box::pin(serve::serve(leading, hello, inbound, wire, self.hellos.clone())).await;
         };
         Box::pin(tasks.track_future(serve)).await;
     }

@@ -82,6 +82,12 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
         status.set_right(right);
         status.granted_for = None;
     }
+    let right = status.right();
+    if let Some(pool) =
+        moving::taken_back(status.r#move.as_mut(), &right, |pool| sight.cluster.is_lost(pool), &sight.now)
+    {
+        status.pool = Some(pool);
+    }
     if let Some(pool) = status.pool.clone().filter(|pool| sight.cluster.is_lost(pool)) {
         lose(sight, &mut status, &pool);
     } else if let Some(pool) = &status.pool

@@ -223,7 +223,7 @@ async fn act(
         Action::AddFinalizer => add_finalizer(world, workspace).await,
         Action::CreateVolume => create_volume(world, workspace).await,
         Action::BindVolume => bind_volume(world, workspace, volume).await,
-        Action::Start(start) => super::start::start(world, workspace, template, volume, *start).await,
+        Action::Start(start) => Box::pin(super::start::start(world, workspace, template, volume, *start)).await,
         Action::Go => {
             go(world, workspace, template, volume).await;
             Ok(Step::Rest)

@@ -30,8 +30,8 @@ impl Setup {
         let old = pools.get(&id("old")).unwrap();
         let taken = old.take(&object("old", 1, PredecessorEnd::None), &instance("a")).unwrap();
         let image = OpenOptions::new().write(true).open(setup.image("old")).unwrap();
-        for at in [0, 17 << 20, (64 << 20) - 4096] {
-            image.write_all_at(&[at as u8 ^ 5; 4096], at).unwrap();
+        for (at, byte) in [(0, 5), (17 << 20, 6), ((64 << 20) - 4096, 7)] {
+            image.write_all_at(&[byte; 4096], at).unwrap();
         }
         old.release(&taken.uid, taken.epoch).unwrap();
         setup
@@ -149,6 +149,9 @@ fn a_move_that_is_given_up_leaves_the_object_where_it_is() {
 }
 
 /// Killed between any two steps: the same order ends it.
+/// How far a killed one has come.
+type Step<'a> = (&'a str, Box<dyn Fn(&Setup) + 'a>);
+
 #[test]
 fn a_move_that_was_killed_anywhere_is_taken_up() {
     let node: NodeId = "a".parse().unwrap();
@@ -161,7 +164,6 @@ fn a_move_that_was_killed_anywhere_is_taken_up() {
     let copied = |setup: &Setup, name: &str| {
         fs::copy(setup.image("old"), setup.object_dir("new").join(name)).unwrap();
     };
-    type Step<'a> = (&'a str, Box<dyn Fn(&Setup) + 'a>);
     let source = |setup: &Setup| assert!(write(&setup.object_dir("old"), &node, Kind::Taken, &record()).unwrap());
     let both = |setup: &Setup| {
         source(setup);
@@ -258,9 +260,12 @@ fn an_image_that_no_move_has_made_is_left_alone() {
     assert!(matches!(error, PoolError::NotACopy { problem: NotACopy::NoRecord, .. }), "{error}");
 }
 
+/// What a killed one has done.
+type Kill = fn(&Setup);
+
 #[test]
 fn a_removal_that_was_killed_anywhere_is_taken_up() {
-    let steps: [(&str, fn(&Setup)); 3] = [
+    let steps: [(&str, Kill); 3] = [
         ("the image is gone", |setup| fs::remove_file(setup.image("new")).unwrap()),
         ("the records are gone too", |setup| {
             fs::remove_file(setup.image("new")).unwrap();

@@ -119,6 +119,7 @@ fn loss() -> Loss {
     Loss::Isolated(dead(3))
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "of what was just learnt")]
 fn word(order: Option<Order>) -> &'static str {
     match order {
         None => "",

@@ -127,6 +127,7 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
     let mut draft = Draft::new(workspace, sight.now.clone());
     draft.status.id.get_or_insert(sight.fresh_id);
     release_void_layer(sight, &mut draft);
+    take_back_layer(sight, &mut draft);
     lost::let_go(sight, &mut draft);
     if let Some(execution) = &draft.status.execution
         && let Some(void) = sight.cluster.void(&execution.node, execution.incarnation)
@@ -153,6 +154,16 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
         moving => decision.moving = moving,
     }
     decision
+}
+
+/// From a pool that was declared lost before the move of the layer to it was over.
+fn take_back_layer(sight: &Sight<'_>, draft: &mut Draft<'_>) {
+    let right = draft.status.right();
+    let moving = draft.status.r#move.as_mut();
+    let pool = moving::taken_back(moving, &right, |pool| sight.cluster.is_lost(pool), &sight.now);
+    if let (Some(pool), Some(layer)) = (pool, &mut draft.status.writable_layer) {
+        layer.pool = pool;
+    }
 }
 
 /// The next step of the layer's move, if there is one.
