@@ -5,7 +5,7 @@ use kube::KubeSchema;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::{Bytes, CommandId, Epoch, Incarnation, NodeId, PoolId};
+use crate::{Bytes, CommandId, Epoch, Incarnation, NodeId, PoolId, node::Holder};
 
 /// One request to move an object. Taking it away cancels it, as long as the object is still where it was.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
@@ -90,6 +90,14 @@ impl MoveState {
 }
 
 impl MoveStatus {
+    /// The node that removes what is left over. It is not empty before that is done, though nothing gives it a right to
+    /// the object any more.
+    pub fn remover(&self) -> Option<Holder> {
+        let removes = matches!(self.state, MoveState::Removing | MoveState::Cancelling) && self.leftover.is_some();
+        let (node, incarnation) = (self.node.clone()?, self.incarnation?);
+        removes.then(|| Holder { node, incarnation, epoch: self.epoch.unwrap_or_default(), idle: false })
+    }
+
     /// Whether this is about that request.
     pub fn answers(&self, request: &MoveRequest) -> bool {
         self.to == request.to && self.request_id == request.request_id

@@ -149,7 +149,7 @@ async fn one_move(place: Arc<Place>) -> Result<()> {
     // A deletion cancels it.
     place.kibo(&["workspace", "stop", "w"]).await?.ok()?;
     points.arm(&["move-copying"], Action::Wait)?;
-    let back = json!({"spec": {"move": {"to": here}}});
+    let back = json!({"spec": {"move": {"to": here, "requestId": "back"}}});
     place.api::<Volume>().patch("w", &PatchParams::default(), &Patch::Merge(&back)).await?;
     points.all_reached(&["move-copying"], LIMIT).await?;
     place.kibo(&["workspace", "delete", "w", "--no-wait"]).await?.ok()?;

@@ -16,7 +16,7 @@ use kibo_crds::{
 };
 use kibo_protocol::v1;
 
-use super::heard::{Heard, Word};
+use super::heard::{Heard, Removal, Word};
 use crate::{
     right::{Right, Standing, waits_for},
     workspace::sight::Cluster,
@@ -414,11 +414,16 @@ impl Next<'_> {
             && (&discarded.pool, discarded.epoch) == (&pool, epoch)
         {
             match &discarded.outcome {
-                Ok(()) => {
+                Removal::Removed => {
                     status.leftover = None;
                     return false;
                 }
-                Err(problem) => note(status, problem),
+                // What lies there was there before, and stood in the way of the copy: it stays, and the object is free.
+                Removal::NotOurs(_) if status.state == MoveState::Cancelling => {
+                    status.leftover = None;
+                    return false;
+                }
+                Removal::NotOurs(problem) | Removal::Failed(problem) => note(status, problem),
             }
         }
         match self.remover(status, &pool) {

@@ -34,7 +34,16 @@ pub struct Discarded {
     pub node: NodeId,
     pub pool: PoolId,
     pub epoch: Epoch,
-    pub outcome: Result<(), String>,
+    pub outcome: Removal,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub enum Removal {
+    Removed,
+    /// By the records there it is nothing that this move left over; it stays. For people.
+    NotOurs(String),
+    /// Not yet. For people.
+    Failed(String),
 }
 
 /// Everything that was heard about one object.
@@ -122,7 +131,7 @@ impl Hearsay {
         let mut all = self.lock();
         let known = all.entry(uid.to_owned()).or_default();
         known.discarding = false;
-        if discarded.outcome.is_err() {
+        if discarded.outcome != Removal::Removed {
             known.again_at = Some(Instant::now() + RETRY);
         }
         known.heard.discarded = Some(discarded);

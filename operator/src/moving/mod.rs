@@ -13,7 +13,7 @@ mod tests;
 use kibo_crds::{Bytes, MoveState, MoveStatus, PoolId};
 
 pub use decide::{Action, Decision, Sight, decide, taken_back};
-pub use heard::{Discarded, Heard, Hearsay, Word};
+pub use heard::{Discarded, Heard, Hearsay, Removal, Word};
 pub(crate) use shell::{Whose, act, points, progress, reach};
 
 /// What a move takes in the pool that it goes to, before the object is there.

@@ -6,7 +6,7 @@ use std::{sync::Arc, time::Duration};
 use kibo_crds::{Bytes, Epoch, MoveStatus, NodeId, PoolId};
 use kibo_protocol::v1::{self, to_node::Message};
 
-use super::{Action, Discarded, Word};
+use super::{Action, Discarded, Removal, Word};
 use crate::{
     cache::Key,
     right::HasRight as _,
@@ -72,11 +72,14 @@ pub(crate) async fn act(world: &Arc<World>, whose: Whose, object: Option<v1::Obj
                 let command = v1::DiscardCopy { command_id: command_id(), object: Some(object) };
                 let asked = world.ctx.registry.object_command(&node, incarnation, ObjectCommand::Discard(command));
                 let outcome = match asked.await {
-                    Ok(result) if result.ok => Ok(()),
-                    Ok(result) => Err(format!("node {node}: {}", result.message)),
-                    Err(error) => Err(error.to_string()),
+                    Ok(result) if result.ok => Removal::Removed,
+                    Ok(result) if result.failure() == v1::ObjectFailure::HolderConflict => {
+                        Removal::NotOurs(format!("node {node}: {}", result.message))
+                    }
+                    Ok(result) => Removal::Failed(format!("node {node}: {}", result.message)),
+                    Err(error) => Removal::Failed(error.to_string()),
                 };
-                if let Err(problem) = &outcome {
+                if let Removal::NotOurs(problem) | Removal::Failed(problem) = &outcome {
                     tracing::warn!(object = uid, %pool, problem, "what a move left over is not removed yet");
                 }
                 world.hearsay.end_discard(&uid, Discarded { node, pool, epoch, outcome });

@@ -11,7 +11,7 @@ use kibo_protocol::v1;
 
 use super::{
     decide::{Action, Decision, Sight, decide, taken_back},
-    heard::{Discarded, Heard, Word},
+    heard::{Discarded, Heard, Removal, Word},
 };
 use crate::{node::Void, right::Right, workspace::sight::Cluster};
 
@@ -222,7 +222,7 @@ impl Sim {
         }
         self.disks.remove(&pool);
         self.step();
-        self.heard.discarded = Some(Discarded { node, pool, epoch, outcome: Ok(()) });
+        self.heard.discarded = Some(Discarded { node, pool, epoch, outcome: Removal::Removed });
         true
     }
 
@@ -376,13 +376,20 @@ fn one_that_removes_is_waited_for_and_why_it_was_given_up_is_kept() {
         assert!(sim.round());
     }
     let pinned = sim.status.clone().unwrap();
-    let problem = Err("node a: the disk says no".to_owned());
+    let problem = Removal::Failed("node a: the disk says no".to_owned());
     let epoch = pinned.epoch.unwrap();
     sim.heard.discarded = Some(Discarded { node: node("a"), pool: pool("new"), epoch, outcome: problem });
     let decision = sim.look();
     assert!(matches!(decision.action, Some(Action::Discard { .. })));
     let message = decision.status.unwrap().message.unwrap();
     assert_eq!(message, "node a: it cannot; now: node a: the disk says no");
+    let mut stranger = sim.look().status;
+    let foreign = Removal::NotOurs("node a: it was taken in epoch 2 by somebody".to_owned());
+    sim.heard.discarded = Some(Discarded { node: node("a"), pool: pool("new"), epoch, outcome: foreign });
+    std::mem::swap(&mut sim.status, &mut stranger);
+    assert_eq!(sim.look().status.unwrap().leftover, None, "what was there before stays, and nobody waits for it");
+    sim.status = Some(pinned);
+    sim.heard.discarded = None;
     sim.facts.sessions.remove("a");
     let decision = sim.look();
     assert_eq!(decision.action, None, "b does not do it while a may be at it");

@@ -107,6 +107,9 @@ impl Projection<Volume> for ByHolder {
                 let promised = self.promised.entry(claim.pool).or_default();
                 *promised = promised.saturating_sub(claim.promised);
             }
+            if let Some(remover) = status.r#move.as_ref().and_then(kibo_crds::MoveStatus::remover) {
+                self.held.subtract(&remover, None);
+            }
             if let Some(holder) = &status.holder {
                 self.held.subtract(holder, status.pool.as_ref());
                 if let Some(keys) = self.keys.get_mut(&holder.node) {
@@ -130,6 +133,9 @@ impl Projection<Volume> for ByHolder {
                 pool.allocated.0 = pool.allocated.0.saturating_add(claim.allocated.0);
                 let promised = self.promised.entry(claim.pool).or_default();
                 promised.0 = promised.0.saturating_add(claim.promised.0);
+            }
+            if let Some(remover) = status.r#move.as_ref().and_then(kibo_crds::MoveStatus::remover) {
+                self.held.add(&remover, None);
             }
             if let Some(holder) = &status.holder {
                 self.held.add(holder, status.pool.as_ref());

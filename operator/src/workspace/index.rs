@@ -138,6 +138,9 @@ impl ByNode {
             used.instances += 1;
             self.instances.insert(execution.instance_id, key.clone());
         }
+        if let Some(remover) = status.r#move.as_ref().and_then(kibo_crds::MoveStatus::remover) {
+            self.held_layers.add(&remover, None);
+        }
         if let Some(holder) = &status.holder {
             self.held_layers.add(holder, status.writable_layer.as_ref().map(|layer| &layer.pool));
         }
@@ -170,6 +173,9 @@ impl ByNode {
                 used.instances = used.instances.saturating_sub(1);
             }
             self.instances.remove(&execution.instance_id);
+        }
+        if let Some(remover) = status.r#move.as_ref().and_then(kibo_crds::MoveStatus::remover) {
+            self.held_layers.subtract(&remover, None);
         }
         if let Some(holder) = &status.holder {
             self.held_layers.subtract(holder, status.writable_layer.as_ref().map(|layer| &layer.pool));
