@@ -43,7 +43,8 @@ pub fn is_telling(condition: &Condition) -> bool {
         // That nothing is known of a clock without a session goes without saying.
         "ClockSynchronized" => status == "False",
         "Drained" => reason != "NotRequested",
-        "MemoryTight" | "DuplicateHost" | "MarkerConflict" | "Quarantined" => status != "False",
+        "MemoryTight" | "DuplicateHost" | "MarkerConflict" | "Quarantined" | "DiskFull" | "Lost" | "Paused"
+        | "TwoWriters" => status != "False",
         "Placed" | "NodeReachable" | "GuestResponsive" | "PowerRequestConsumed" | "Created" => {
             status != "True" && !condition.message.is_empty()
         }

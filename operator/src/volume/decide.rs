@@ -13,7 +13,7 @@ use crate::{
     growth::{self, Asked},
     moving,
     right::{HasRight as _, Standing, waits_for},
-    workspace::sight::Cluster,
+    workspace::sight::{CREATED_FOR, Cluster},
 };
 
 /// What is known of the Workspace that a Volume names.
@@ -52,6 +52,8 @@ pub enum Action {
         holder: Holder,
     },
     RemoveFinalizer,
+    /// Delete the object: nothing was ever in it, and nobody will put anything there.
+    Withdraw,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -98,7 +100,9 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
     grow(sight, &mut status);
     let moving = advance_move(sight, &mut status, is_deleting);
     let is_moving = moving::is_open(status.r#move.as_ref());
-    let (action, wait) = if is_deleting && status.bound_to.is_none() && is_moving {
+    let (action, wait) = if !is_deleting && was_made_for_nobody(sight, &status) {
+        (Action::Withdraw, None)
+    } else if is_deleting && status.bound_to.is_none() && is_moving {
         (Action::Rest, status.r#move.as_ref().and_then(|moving| moving.message.clone()))
     } else if is_deleting && status.bound_to.is_none() {
         delete(sight, &mut status)
@@ -114,6 +118,14 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
         Some(moving::Action::Settle { .. }) => finish(sight, status, action, wait, None),
         moving => finish(sight, status, action, wait, moving),
     }
+}
+
+/// Made for a Workspace that went before it was bound, and never granted: there are no bytes of it anywhere.
+fn was_made_for_nobody(sight: &Sight<'_>, status: &VolumeStatus) -> bool {
+    sight.volume.labels().contains_key(CREATED_FOR)
+        && sight.created_for == Owner::Gone
+        && status.bound_to.is_none()
+        && (status.epoch, status.size, &status.pool) == (None, None, &None)
 }
 
 /// The next step of its move, if there is one.

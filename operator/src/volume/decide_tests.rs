@@ -1,6 +1,6 @@
-//! The size that is asked of a Volume.
+//! The size that is asked of a Volume, and one that was made for nobody.
 
-use kibo_crds::{Bytes, Incarnation, NodeId, PoolId, volume::GrantedFor, volume::VolumeSpec};
+use kibo_crds::{Bytes, Epoch, Incarnation, NodeId, PoolId, volume::GrantedFor, volume::VolumeSpec};
 
 use super::*;
 use crate::node::Void;
@@ -108,4 +108,28 @@ fn what_a_start_was_told_stays_while_it_lasts() {
     let grown = volume.status.as_mut().unwrap();
     (grown.size, grown.grow_to) = (Some(Bytes::mib(128)), None);
     assert_eq!(unmet(&after(&volume, 0)), None);
+}
+
+/// What was never granted has no bytes anywhere; whoever's it was has gone before it was bound.
+#[test]
+fn a_volume_that_was_made_for_nobody_goes() {
+    let mut volume = asked(64);
+    volume.status = Some(VolumeStatus::default());
+    let action = |volume: &Volume, created_for| {
+        decide(&Sight {
+            volume,
+            bound_to: Owner::Gone,
+            granted_for: Owner::Gone,
+            created_for,
+            cluster: &Room(Bytes::mib(64)),
+            now: Time(jiff::Timestamp::from_second(1).unwrap()),
+        })
+        .action
+    };
+    assert_eq!(action(&volume, Owner::Gone), Action::Rest, "somebody made it by hand");
+    volume.metadata.labels = Some([(CREATED_FOR.to_owned(), "u".to_owned())].into());
+    assert_eq!(action(&volume, Owner::Gone), Action::Withdraw);
+    assert_eq!(action(&volume, Owner::Present { instance: None }), Action::Rest);
+    volume.status.as_mut().unwrap().epoch = Some(Epoch(1));
+    assert_eq!(action(&volume, Owner::Gone), Action::Rest, "it was granted: there may be data");
 }

@@ -18,7 +18,7 @@ use crate::{
         draft::Notice,
         event::{ObjectFact, volume_fact},
         launch,
-        reconcile::{RETRY, Step, StepError, command_id, write_volume},
+        reconcile::{RETRY, Step, StepError, command_id, delete_volume, write_volume},
         sight::{CREATED_FOR, Cluster as _},
         world::World,
     },
@@ -125,6 +125,8 @@ async fn act(world: &Arc<World>, volume: &Volume, action: Action) -> Result<Step
         }
         Action::Delete { holder } => delete(world, volume, &holder).await,
         Action::RemoveFinalizer => remove_finalizer(world, volume).await,
+        // A Workspace that comes to bind it after all writes it first.
+        Action::Withdraw => delete_volume(world, volume, volume.resource_version()).await,
     }
 }
 

@@ -247,7 +247,7 @@ async fn act(
         },
         Action::DeleteLayer { holder } => delete_layer(world, workspace, volume, &holder).await,
         Action::DeleteVolume => match volume {
-            Some(volume) => delete_volume(world, volume).await,
+            Some(volume) => delete_volume(world, volume, None).await,
             None => Ok(Step::Again),
         },
         Action::UnbindVolume => match volume {
@@ -369,9 +369,14 @@ pub(crate) async fn write_volume(
     }
 }
 
-async fn delete_volume(world: &World, volume: &Volume) -> Result<Step, StepError> {
+/// With a version, only as long as nobody has changed it since.
+pub(crate) async fn delete_volume(
+    world: &World,
+    volume: &Volume,
+    resource_version: Option<String>,
+) -> Result<Step, StepError> {
     let key = Key::of(volume);
-    let preconditions = Preconditions { uid: volume.uid(), resource_version: None };
+    let preconditions = Preconditions { uid: volume.uid(), resource_version };
     let params = DeleteParams { preconditions: Some(preconditions), ..DeleteParams::default() };
     let deleted = {
         let _turn = world.turn().await;

@@ -334,7 +334,7 @@ impl Sim {
                 self.step()?;
                 self.volume = None;
             }
-            volume_decide::Action::RemoveFinalizer => {
+            volume_decide::Action::RemoveFinalizer | volume_decide::Action::Withdraw => {
                 self.step()?;
                 self.volume = None;
             }
