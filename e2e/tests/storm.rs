@@ -33,7 +33,7 @@ const LANES: usize = 24;
 const NODES: usize = 3;
 /// Guests of one node at a time: with all of them at once two cores would do nothing but boot.
 const SLOTS: u32 = 2;
-const STORM: Duration = Duration::from_secs(60);
+const STORM: Duration = Duration::from_secs(30);
 /// What is under way comes to its end.
 const CALM: u64 = 180;
 const POOLS: [&str; 2] = ["storm-a", "storm-b"];
