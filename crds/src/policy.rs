@@ -18,6 +18,12 @@ pub fn all() -> Vec<Policy> {
             "'Node ' + oldObject.metadata.name + ' was admitted, and its registration is kept for ever, since records refer to it: retire it instead (spec.retirement)'",
         ),
         refuse_delete(
+            "kibotos-keep-storage-pools",
+            "storagepools",
+            "!has(oldObject.spec.lost) && (!has(oldObject.status) || ((!has(oldObject.status.members) || size(oldObject.status.members) == 0) && (!has(oldObject.status.objects) || oldObject.status.objects == 0)))",
+            "'StoragePool ' + oldObject.metadata.name + ' was declared lost, has members or has objects, and is kept: it says which disk is meant by this id, and that a lost one is not to be used again'",
+        ),
+        refuse_delete(
             "kibotos-keep-default-overcommit-policy",
             "overcommitpolicies",
             "oldObject.metadata.name != 'default'",

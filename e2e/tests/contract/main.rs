@@ -109,11 +109,48 @@ async fn keeps_admitted_nodes(client: &Client) {
     nodes.delete("typo", &DeleteParams::default()).await.unwrap();
 }
 
+/// One that is declared lost says for ever that its disks are not to be used again; one that nobody uses can go.
+async fn keeps_storage_pools(client: &Client) {
+    let pools = api(client, "StoragePool");
+    let create = async |name: &str, spec: serde_json::Value| {
+        let pool = json!({
+            "apiVersion": "kibotos.dev/v1alpha1", "kind": "StoragePool", "metadata": {"name": name}, "spec": spec,
+        });
+        pools.create(&PostParams::default(), &serde_json::from_value(pool).unwrap()).await.unwrap();
+    };
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    let refusal = loop {
+        create("in-use", json!({})).await;
+        pools
+            .patch_status("in-use", &PatchParams::default(), &Patch::Merge(json!({"status": {"objects": 1}})))
+            .await
+            .unwrap();
+        match pools.delete("in-use", &DeleteParams::default()).await {
+            Err(error) => break error,
+            Ok(_) => assert!(std::time::Instant::now() < deadline, "a pool with objects can be deleted"),
+        }
+    };
+    assert!(
+        refusal.to_string().contains("StoragePool in-use was declared lost, has members or has objects"),
+        "{refusal}"
+    );
+    create("gone", json!({})).await;
+    let lost = Patch::Merge(json!({"spec": {"lost": {"confirmDataIsGone": true}}}));
+    pools.patch("gone", &PatchParams::default(), &lost).await.unwrap();
+    pools.delete("gone", &DeleteParams::default()).await.unwrap_err();
+    create("unused", json!({})).await;
+    pools.delete("unused", &DeleteParams::default()).await.unwrap();
+}
+
 fn main() -> ExitCode {
     Suite::with_control_plane()
         .test("every_rule_of_the_contract_holds_at_the_api_server", every_rule)
         .test("an_admitted_node_cannot_be_deleted", |place| async move {
             keeps_admitted_nodes(&place.client()).await;
+            Ok(())
+        })
+        .test("a_storage_pool_that_is_used_or_lost_cannot_be_deleted", |place| async move {
+            keeps_storage_pools(&place.client()).await;
             Ok(())
         })
         .run()
