@@ -13,6 +13,7 @@ mod amounts;
 mod command;
 mod condition;
 mod counters;
+mod decimal;
 mod ids;
 mod labels;
 mod moving;

@@ -7,6 +7,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Bytes, CommandId, Epoch, Incarnation, NodeId, PoolId, node::Holder};
 
+/// Of a whole object: a move that is under way is not replaced by another one.
+pub(crate) const ONE_MOVE_AT_A_TIME: &str = "(has(self.spec.move) == has(oldSelf.spec.move) && (!has(self.spec.move) || self.spec.move == oldSelf.spec.move)) || !has(self.spec.move) || !(has(self.status) && has(self.status.move) && self.status.move.state in ['Copying', 'Removing', 'Cancelling'])";
+
 /// One request to move an object. Taking it away cancels it, as long as the object is still where it was.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]

@@ -5,6 +5,8 @@ use std::{borrow::Cow, fmt, str::FromStr};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
+use crate::decimal;
+
 /// A share in percent with at most two decimal places, 0 to 100; kept in hundredths.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
@@ -37,8 +39,7 @@ impl Percent {
 
 impl fmt::Display for Percent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let text = format!("{}.{:02}", self.0 / 100, self.0 % 100);
-        f.pad(text.trim_end_matches('0').trim_end_matches('.'))
+        f.pad(&decimal::show(self.0, 2))
     }
 }
 
@@ -52,15 +53,8 @@ impl FromStr for Percent {
     type Err = PercentError;
 
     fn from_str(text: &str) -> Result<Self, PercentError> {
-        let error = || PercentError(text.to_owned());
-        let (whole, places) = text.split_once('.').unwrap_or((text, "0"));
-        let digits = |s: &str, max: usize| (1..=max).contains(&s.len()) && s.bytes().all(|b| b.is_ascii_digit());
-        if !digits(whole, 3) || !digits(places, 2) {
-            return Err(error());
-        }
-        let whole: u32 = whole.parse().map_err(|_| error())?;
-        let places: u32 = format!("{places:0<2}").parse().map_err(|_| error())?;
-        Self::from_hundredths(whole * 100 + places).ok_or_else(error)
+        let percent = decimal::read(text, 3, 2).and_then(Self::from_hundredths);
+        percent.ok_or_else(|| PercentError(text.to_owned()))
     }
 }
 

@@ -5,7 +5,7 @@ use std::{borrow::Cow, fmt, str::FromStr};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
-use crate::{Bytes, MilliCpu};
+use crate::{Bytes, MilliCpu, decimal};
 
 /// A decimal of at most three places, 0 to 16; kept in thousandths.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -50,8 +50,7 @@ impl Ratio {
 
 impl fmt::Display for Ratio {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let text = format!("{}.{:03}", self.0 / 1000, self.0 % 1000);
-        f.pad(text.trim_end_matches('0').trim_end_matches('.'))
+        f.pad(&decimal::show(self.0, 3))
     }
 }
 
@@ -65,19 +64,8 @@ impl FromStr for Ratio {
     type Err = RatioError;
 
     fn from_str(text: &str) -> Result<Self, RatioError> {
-        let error = || RatioError(text.to_owned());
-        let (whole, places) = text.split_once('.').unwrap_or((text, "0"));
-        let digits = |s: &str, max: usize| (1..=max).contains(&s.len()) && s.bytes().all(|b| b.is_ascii_digit());
-        if !digits(whole, 2) || !digits(places, 3) {
-            return Err(error());
-        }
-        let whole: u16 = whole.parse().map_err(|_| error())?;
-        let places: u16 = format!("{places:0<3}").parse().map_err(|_| error())?;
-        let thousandths = whole * 1000 + places;
-        if thousandths > Self::MAX_THOUSANDTHS {
-            return Err(error());
-        }
-        Ok(Self(thousandths))
+        let ratio = decimal::read(text, 2, 3).and_then(Self::from_thousandths);
+        ratio.ok_or_else(|| RatioError(text.to_owned()))
     }
 }
 

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     Bytes, Epoch, InstanceId, MoveRequest, MoveStatus, PoolId, SizeQuantity, Term,
     condition::conditions_schema,
+    moving::ONE_MOVE_AT_A_TIME,
     node::{Holder, PreviousHolder},
 };
 
@@ -35,7 +36,7 @@ use crate::{
         .message("a Volume moves only while no Workspace uses it: stop the Workspace that it is bound to first")
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.move"),
-    validation = Rule::new("(has(self.spec.move) == has(oldSelf.spec.move) && (!has(self.spec.move) || self.spec.move == oldSelf.spec.move)) || !has(self.spec.move) || !(has(self.status) && has(self.status.move) && self.status.move.state in ['Copying', 'Removing', 'Cancelling'])")
+    validation = Rule::new(ONE_MOVE_AT_A_TIME)
         .message("the move before is not finished: wait for status.move.state Finished, or take spec.move away, which cancels it while it is Copying")
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.move"),

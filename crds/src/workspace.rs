@@ -11,6 +11,7 @@ use crate::{
     Bytes, CommandId, CommandRecord, CpuQuantity, Epoch, Incarnation, InstanceId, MemoryQuantity, MilliCpu,
     MoveRequest, MoveStatus, NodeId, PoolId, SequenceNumber, SizeQuantity, Term, WorkspaceId,
     condition::conditions_schema,
+    moving::ONE_MOVE_AT_A_TIME,
     node::{Holder, PreviousHolder},
 };
 
@@ -71,7 +72,7 @@ use crate::{
         .message("a writable layer moves only while the Workspace holds no execution: stop it first")
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.move"),
-    validation = Rule::new("(has(self.spec.move) == has(oldSelf.spec.move) && (!has(self.spec.move) || self.spec.move == oldSelf.spec.move)) || !has(self.spec.move) || !(has(self.status) && has(self.status.move) && self.status.move.state in ['Copying', 'Removing', 'Cancelling'])")
+    validation = Rule::new(ONE_MOVE_AT_A_TIME)
         .message("the move before is not finished: wait for status.move.state Finished, or take spec.move away, which cancels it while it is Copying")
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.move"),

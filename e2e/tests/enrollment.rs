@@ -213,6 +213,8 @@ async fn no_other_token_of_the_cluster_enrolls_a_host(place: Arc<Place>) -> Resu
     let unauthenticated = Code::Unauthenticated;
     refused(&place, with_token("pod-host-2", "x.y.z"), unauthenticated, "Kubernetes does not accept").await?;
     refused(&place, with_token("pod-host-2", &"x".repeat(64 << 10)), unauthenticated, "longer than any token").await?;
+    let huge = with_token("pod-host-2", &"x".repeat(1 << 20));
+    refused(&place, huge, Code::ResourceExhausted, "the first message has").await?;
     let cut = &token[..token.len() - 3];
     refused(&place, with_token("pod-host-2", cut), unauthenticated, "Kubernetes does not accept").await?;
     let for_others = cluster.token_of_pod(&pod, "somebody-else").await?;

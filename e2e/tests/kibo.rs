@@ -9,6 +9,7 @@ use anyhow::{Context as _, Result, ensure};
 use k8s_openapi::api::core::v1::ConfigMap;
 use kibo_crds::{Node, Workspace};
 use kibo_e2e::local::{Component, NAMESPACE};
+use kibo_e2e::suite::typed::{result, said};
 use kibo_e2e::suite::{Place, Suite, eventually};
 use kibo_protocol::EnrollmentToken;
 use kube::api::Api;
@@ -27,21 +28,6 @@ fn main() -> ExitCode {
         .run()
 }
 
-/// Runs kibo and checks its exit status and what it says.
-async fn said(place: &Place, args: &[&str], code: i32, says: &str) -> Result<String> {
-    let ran = place.kibo(args).await?;
-    let text = format!("{}{}", ran.stdout, ran.stderr);
-    ensure!(ran.code == code && text.contains(says), "{args:?}: expected {code} and {says:?}: {ran:?}");
-    Ok(ran.stdout)
-}
-
-/// The result of a command that prints JSON.
-async fn json(place: &Place, args: &[&str]) -> Result<Value> {
-    let text = place.kibo(&[args, &["--json"]].concat()).await?.ok()?;
-    let mut value: Value = serde_json::from_str(&text).with_context(|| format!("no JSON: {text}"))?;
-    Ok(value["result"].take())
-}
-
 async fn template(place: &Place) -> Result<String> {
     place.ensure_template().await?;
     Ok(place.template_name())
@@ -52,7 +38,7 @@ async fn no_room(place: Arc<Place>) -> Result<()> {
     // Nodes of nobody, so that those of other tests do not take it.
     let create = |name: &'static str| ["workspace", "create", name, "-t", &template, "--node-selector", "of=nobody"];
     said(&place, &create("fails"), 15, "RESOURCE_EXHAUSTED").await?;
-    let shown = json(&place, &["workspace", "get", "fails"]).await?;
+    let shown = result(&place, &["workspace", "get", "fails"]).await?;
     ensure!(shown["state"] == "FAILED" && shown["reason"] == "RESOURCE_EXHAUSTED", "{shown}");
     said(&place, &["workspace", "start", "fails"], 15, "kibo node list").await?;
     said(&place, &["workspace", "wait", "fails"], 15, "RESOURCE_EXHAUSTED").await?;
@@ -74,7 +60,8 @@ async fn command_ids(place: Arc<Place>) -> Result<()> {
     said(&place, &create, 15, "cmd-").await?;
     said(&place, &create, 15, "cmd-").await?;
     said(&place, &[&create[..], &["--cpu", "2"]].concat(), 14, "with another input").await?;
-    let name = json(&place, &["workspace", "list"]).await?["workspaces"][0]["name"].as_str().context("one")?.to_owned();
+    let name =
+        result(&place, &["workspace", "list"]).await?["workspaces"][0]["name"].as_str().context("one")?.to_owned();
     said(&place, &["workspace", "create", &name, "-t", &template], 14, "already exists").await?;
 
     let start = ["workspace", "start", &name, "--command-id", "s/1"];
@@ -99,7 +86,7 @@ async fn names_and_ids(place: Arc<Place>) -> Result<()> {
         Ok(id.starts_with("ws-").then_some(id))
     })
     .await?;
-    let by_id = json(&place, &["workspace", "get", &id]).await?;
+    let by_id = result(&place, &["workspace", "get", &id]).await?;
     ensure!(by_id["name"] == "w" && by_id["workspace_id"] == id.as_str(), "{by_id}");
     said(&place, &["workspace", "create", &id, "-t", &template], 10, "has the form of an id").await?;
     let unknown = "ws-01kb8z4w3w0000000000000000";
@@ -131,9 +118,9 @@ async fn pages(place: Arc<Place>) -> Result<()> {
     for name in ["a", "b", "c"] {
         place.kibo(&["volume", "create", name, "--size", "16Mi"]).await?.ok()?;
     }
-    let first = json(&place, &["volume", "list", "--page-size", "2"]).await?;
+    let first = result(&place, &["volume", "list", "--page-size", "2"]).await?;
     let token = first["next_page_token"].as_str().context("a second page")?;
-    let rest = json(&place, &["volume", "list", "--page-size", "2", "--page-token", token]).await?;
+    let rest = result(&place, &["volume", "list", "--page-size", "2", "--page-token", token]).await?;
     let names = |page: &Value| -> Vec<String> {
         let volumes = page["volumes"].as_array().cloned().unwrap_or_default();
         volumes.iter().filter_map(|volume| volume["name"].as_str().map(str::to_owned)).collect()
@@ -165,7 +152,7 @@ async fn completions(place: Arc<Place>) -> Result<()> {
     }
     said(&place, &["volume", "create", "data", "--size", "16Mi"], 0, "created").await?;
     let id = eventually("it has an id", Duration::from_secs(20), || async {
-        let shown = json(&place, &["workspace", "get", "dev"]).await?;
+        let shown = result(&place, &["workspace", "get", "dev"]).await?;
         Ok(shown["workspace_id"].as_str().map(str::to_owned))
     })
     .await?;
@@ -249,7 +236,7 @@ async fn wait_through_restart(place: Arc<Place>) -> Result<()> {
         async move { place.kibo(&["workspace", "wait", "w", "--for", "stopped", "--timeout", "100s"]).await }
     });
     eventually("it waits", Duration::from_secs(20), || async {
-        let shown = json(&place, &["workspace", "get", "w"]).await?;
+        let shown = result(&place, &["workspace", "get", "w"]).await?;
         Ok((shown["reason"] == "RESOURCE_EXHAUSTED").then_some(()))
     })
     .await?;

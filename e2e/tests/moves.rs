@@ -7,6 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use kibo_crds::Workspace;
 use kibo_crds::workspace::WorkspacePhase;
 use kibo_e2e::local::{LocalNode, LocalPool};
+use kibo_e2e::suite::typed::said;
 use kibo_e2e::suite::{Place, STOP, Suite, execution, is_available, why};
 use serde_json::json;
 
@@ -15,13 +16,6 @@ fn main() -> ExitCode {
         .test("a_workspace_moves_with_its_data_and_only_where_it_can", moves)
         .test("a_move_that_was_cut_off_goes_on", resumes)
         .run()
-}
-
-async fn said(place: &Place, args: &[&str], code: i32, says: &str) -> Result<String> {
-    let ran = place.kibo(args).await?;
-    let text = format!("{}{}", ran.stdout, ran.stderr);
-    ensure!(ran.code == code && text.contains(says), "{args:?}: expected {code} and {says:?}: {ran:?}");
-    Ok(text)
 }
 
 /// A node that shares a storage pool of this test with the others.

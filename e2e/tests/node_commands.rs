@@ -10,6 +10,7 @@ use kibo_crds::node::NodePhase;
 use kibo_e2e::suite::host::{Host, Session};
 use kibo_e2e::suite::played::next;
 use kibo_e2e::suite::program::Terminal;
+use kibo_e2e::suite::typed::{result, said};
 use kibo_e2e::suite::{Place, Suite};
 use kibo_protocol::v1::{SessionRefusal, to_node};
 use serde_json::{Value, json};
@@ -26,21 +27,6 @@ fn main() -> ExitCode {
         .test("an_enrollment_is_listed_and_revoked", enrollments)
         .test("nodes_come_sorted_and_in_pages", pages)
         .run()
-}
-
-/// Runs kibo and checks its exit status and what it says.
-async fn said(place: &Place, args: &[&str], code: i32, says: &str) -> Result<String> {
-    let ran = place.kibo(args).await?;
-    let text = format!("{}{}", ran.stdout, ran.stderr);
-    ensure!(ran.code == code && text.contains(says), "{args:?}: expected {code} and {says:?}: {ran:?}");
-    Ok(text)
-}
-
-/// The result of a command that prints JSON.
-async fn result(place: &Place, args: &[&str]) -> Result<Value> {
-    let text = place.kibo(&[args, &["--json"]].concat()).await?.ok()?;
-    let mut value: Value = serde_json::from_str(&text).with_context(|| format!("no JSON: {text}"))?;
-    Ok(value["result"].take())
 }
 
 async fn node(place: &Place, id: &str) -> Result<Node> {

@@ -10,8 +10,9 @@ use kibo_crds::workspace::WorkspacePhase;
 use kibo_crds::{Node, Volume, Workspace};
 use kibo_e2e::local::{Component, LocalNode, LocalPool};
 use kibo_e2e::suite::program::Program;
+use kibo_e2e::suite::typed::{result, said};
 use kibo_e2e::suite::{Place, STOP, Suite, execution};
-use serde_json::{Value, json};
+use serde_json::json;
 
 /// Seconds that a node's status may take to follow.
 const SOON: u64 = 60;
@@ -24,20 +25,6 @@ fn main() -> ExitCode {
         .test("what_a_workspace_still_holds_is_told_with_its_source", cleanup)
         .test("slots_and_labels_are_what_placement_goes_by", settings)
         .run()
-}
-
-/// Runs kibo and checks its exit status and what it says.
-async fn said(place: &Place, args: &[&str], code: i32, says: &str) -> Result<()> {
-    let ran = place.kibo(args).await?;
-    let text = format!("{}{}", ran.stdout, ran.stderr);
-    ensure!(ran.code == code && text.contains(says), "{args:?}: expected {code} and {says:?}: {ran:?}");
-    Ok(())
-}
-
-async fn result(place: &Place, args: &[&str]) -> Result<Value> {
-    let text = place.kibo(&[args, &["--json"]].concat()).await?.ok()?;
-    let mut value: Value = serde_json::from_str(&text).with_context(|| format!("no JSON: {text}"))?;
-    Ok(value["result"].take())
 }
 
 async fn becomes(place: &Place, id: &str, what: &str, reached: impl Fn(&Node) -> bool) -> Result<Node> {
@@ -93,7 +80,7 @@ async fn private_pool(place: Arc<Place>) -> Result<()> {
     said(&place, &["node", "retire", &id, "--yes"], 13, "drain it and empty it").await?;
     said(&place, &["node", "drain", &id, "--wait", "--timeout", "2s"], 16, says).await?;
     place.kibo(&["workspace", "delete", "w", "x"]).await?.ok()?;
-    said(&place, &["node", "drain", &id, "--wait"], 0, "is DRAINED").await
+    said(&place, &["node", "drain", &id, "--wait"], 0, "is DRAINED").await.map(drop)
 }
 
 /// A node whose default pool is this test's shared one.
@@ -229,5 +216,5 @@ async fn settings(place: Arc<Place>) -> Result<()> {
     said(&place, &create("x", "rack=b8"), 15, "without the labels rack=b8").await?;
     said(&place, &["node", "slots", "set", &id, "default"], 0, "what its configuration says").await?;
     said(&place, &["node", "label", &id, "rack=b8"], 0, "labelled").await?;
-    said(&place, &["workspace", "start", "x"], 0, "AVAILABLE").await
+    said(&place, &["workspace", "start", "x"], 0, "AVAILABLE").await.map(drop)
 }

@@ -9,6 +9,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kibo_crds::{Node, OvercommitPolicy};
 use kibo_e2e::local::{Component, LocalNode};
 use kibo_e2e::suite::host_files::HostFiles;
+use kibo_e2e::suite::typed::{result, said};
 use kibo_e2e::suite::{Place, Suite, execution, has_failed, is_available, why};
 use kube::api::{Patch, PatchParams};
 use serde_json::{Value, json};
@@ -24,19 +25,6 @@ fn main() -> ExitCode {
         .test("a_node_that_does_not_confirm_its_ratios_takes_nothing", unconfirmed)
         .alone("the_default_reaches_every_node_within_its_session", default_ratios)
         .run()
-}
-
-async fn said(place: &Place, args: &[&str], code: i32, says: &str) -> Result<String> {
-    let ran = place.kibo(args).await?;
-    let text = format!("{}{}", ran.stdout, ran.stderr);
-    ensure!(ran.code == code && text.contains(says), "{args:?}: expected {code} and {says:?}: {ran:?}");
-    Ok(text)
-}
-
-async fn result(place: &Place, args: &[&str]) -> Result<Value> {
-    let text = place.kibo(&[args, &["--json"]].concat()).await?.ok()?;
-    let mut value: Value = serde_json::from_str(&text).with_context(|| format!("no JSON: {text}"))?;
-    Ok(value["result"].take())
 }
 
 async fn becomes(place: &Place, id: &str, what: &str, reached: impl Fn(&Node) -> bool) -> Result<Node> {

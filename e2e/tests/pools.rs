@@ -16,6 +16,7 @@ use kibo_crds::volume::{Volume, VolumePhase};
 use kibo_crds::workspace::WorkspacePhase;
 use kibo_crds::{Bytes, Workspace};
 use kibo_e2e::local::{Component, LocalPool};
+use kibo_e2e::suite::typed::said;
 use kibo_e2e::suite::{Place, STOP, Suite, condition, eventually, phase_of, why};
 use kube::api::{Patch, PatchParams};
 use serde_json::json;
@@ -50,14 +51,6 @@ fn is(status: &StoragePoolStatus, kind: &str, value: &str, reason: &str) -> bool
 
 fn occupied(image: &Path) -> Result<u64> {
     Ok(fs::metadata(image)?.blocks() * 512)
-}
-
-/// Runs kibo and checks its exit status and what it says.
-async fn said(place: &Place, args: &[&str], code: i32, says: &str) -> Result<()> {
-    let ran = place.kibo(args).await?;
-    let text = format!("{}{}", ran.stdout, ran.stderr);
-    ensure!(ran.code == code && text.contains(says), "{args:?}: expected {code} and {says:?}: {ran:?}");
-    Ok(())
 }
 
 async fn full(place: Arc<Place>) -> Result<()> {
@@ -115,7 +108,7 @@ async fn host_dies(place: &Place, node: &str) -> Result<()> {
     let is_silent =
         |it: &Node| it.status.as_ref().and_then(|status| status.session.as_ref()).is_none_or(|session| !session.alive);
     place.watched(place.all::<Node>(), node, "has no session", SOON, is_silent).await?;
-    said(place, &["node", "isolate", node, "--confirm-host-cannot-write"], 0, "is isolated").await
+    said(place, &["node", "isolate", node, "--confirm-host-cannot-write"], 0, "is isolated").await.map(drop)
 }
 
 /// The node again, attached to these pools and its own.

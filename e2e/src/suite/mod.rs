@@ -17,6 +17,7 @@ pub mod remote;
 pub mod replica;
 pub mod secrets;
 pub mod transcript;
+pub mod typed;
 mod wait;
 pub mod wire;
 mod workspaces;

@@ -1,5 +1,7 @@
 //! When a host counts as short of memory. Pure.
 
+use kibo_crds::overcommit_policy::MemoryTightThresholds;
+
 use super::proc::Memory;
 
 /// Shares of the host's memory that is available, in whole percent: below the first it is tight, above the second no
@@ -10,9 +12,11 @@ pub struct Thresholds {
     leave_above: u8,
 }
 
+/// As the policy has them that nobody changed.
 impl Default for Thresholds {
     fn default() -> Self {
-        Self { enter_below: 10, leave_above: 15 }
+        let policy = MemoryTightThresholds::default();
+        Self { enter_below: policy.enter_below_percent, leave_above: policy.leave_above_percent }
     }
 }
 
