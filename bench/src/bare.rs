@@ -14,7 +14,7 @@ use std::{
 use anyhow::{Context as _, Result, anyhow, bail};
 use command_fds::CommandFdExt as _;
 use jiff::Timestamp;
-use kibo_crds::{Bytes, Incarnation, InstanceId, NodeId, ObjectUid};
+use kibo_crds::{Bytes, Epoch, Incarnation, InstanceId, NodeId, ObjectUid};
 use kibo_guest_protocol::{ENTROPY_LEN, HostConnection, HostEvent, Nonce};
 use kibo_node_daemon::{
     clock,
@@ -157,7 +157,7 @@ fn disks(directory: &Path, launch: &Launch) -> Result<Vec<TakenObject>> {
         let object = &granted.object;
         let directory = directory.join(object.uid.as_str());
         fs::create_dir(&directory)?;
-        pool::ensure_image(&directory, object)?;
+        pool::ensure_image(&directory, object, Epoch(1))?;
         let (file, is_direct) = pool::open_image(&directory, false)?;
         let (uid, pool, epoch, size) = (object.uid.clone(), object.pool.clone(), granted.grant.epoch, object.size);
         Ok(TakenObject { uid, pool, epoch, size, file, is_direct })
@@ -199,7 +199,6 @@ fn launch(instance: InstanceId, volume: bool) -> Result<Launch> {
         pool: "bare".to_owned(),
         size_bytes: Bytes::mib(DISK_MIB).0,
         must_exist: false,
-        pool_capacity_bytes: None,
         grant: Some(v1::Grant { epoch: 1, predecessor_epoch: 0, predecessor_end: v1::PredecessorEnd::None.into() }),
         grows_from_bytes: 0,
     };

@@ -85,8 +85,6 @@ pub struct Object {
     pub size: Bytes,
     /// The image must be there; else it is made when it is missing.
     pub must_exist: bool,
-    /// What may be allocated in the pool; absent: nobody limited it.
-    pub pool_capacity: Option<Bytes>,
     /// An image that is smaller grows to `size`, unless it is smaller than this; absent: it has that size or more.
     pub grows_from: Option<Bytes>,
 }
@@ -322,7 +320,6 @@ impl TryFrom<&v1::Object> for Object {
                 .map_err(|error: kibo_crds::NameError| InvalidMessage::new("object.pool", error.to_string()))?,
             size,
             must_exist: message.must_exist,
-            pool_capacity: message.pool_capacity_bytes.map(Bytes),
             grows_from: (message.grows_from_bytes > 0).then_some(Bytes(message.grows_from_bytes)),
         })
     }

@@ -79,14 +79,8 @@ fn in_turns(root: &Path) -> Result<Measured> {
     for epoch in 1..=ROUNDS {
         let predecessor_end = if epoch == 1 { PredecessorEnd::None } else { PredecessorEnd::Released };
         let grant = Grant { epoch: Epoch(epoch), predecessor: Epoch(epoch - 1), predecessor_end };
-        let object = Object {
-            uid: uid.clone(),
-            pool: ids[0].clone(),
-            size: Bytes(SIZE),
-            must_exist: true,
-            grows_from: None,
-            pool_capacity: None,
-        };
+        let object =
+            Object { uid: uid.clone(), pool: ids[0].clone(), size: Bytes(SIZE), must_exist: true, grows_from: None };
         let granted = GrantedObject { object, grant };
         forget_pages()?;
         let begun = Instant::now();

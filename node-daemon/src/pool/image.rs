@@ -8,14 +8,18 @@ use std::{
     process::{Command, Stdio},
 };
 
-use kibo_crds::{Bytes, ObjectUid};
-use rustix::fs::{OFlags, statvfs};
+use kibo_crds::{Bytes, Epoch, ObjectUid};
+use rustix::{
+    fs::{FallocateFlags, OFlags, fallocate, statvfs},
+    io::Errno,
+};
 
 use super::record_files::remove_if_there;
 use crate::{durable, launch::Object};
 
 pub const IMAGE: &str = "image.raw";
-const UNFINISHED: &str = "image.raw.new";
+/// With the epoch of the grant that it is made under: whoever is slow to die touches only its own.
+const UNFINISHED: &str = "image.raw.new.";
 /// A host needs some room for itself; an image never takes the last of it.
 pub(super) const HEADROOM: Bytes = Bytes::mib(64);
 
@@ -27,11 +31,6 @@ pub enum ImageError {
     Size { path: PathBuf, found: u64, expected: u64 },
     #[error("the pool has {free} free, and {size} are needed for the image: free some space or choose a smaller size")]
     NoSpace { free: Bytes, size: Bytes },
-    #[error(
-        "{capacity} may be allocated in the pool and {allocated} are, so an image of {size} does not fit: \
-         set a larger capacity or choose a smaller size"
-    )]
-    NoCapacity { capacity: Bytes, allocated: Bytes, size: Bytes },
     #[error("failed to make a file system in {path}: {problem}")]
     Mkfs { path: PathBuf, problem: String },
     #[error(
@@ -69,9 +68,9 @@ pub fn size(dir: &Path) -> io::Result<Option<Bytes>> {
 }
 
 /// Makes the image when it is missing, and larger when that was asked for; answers its size. It appears under its name
-/// with its file system in it, or not at all. One that is larger than was said is good: it grew without anybody
-/// hearing of it.
-pub fn ensure(dir: &Path, object: &Object) -> Result<Bytes, ImageError> {
+/// with its file system in it, or not at all, and never in the place of another one. One that is larger than was said is
+/// good: it grew without anybody hearing of it.
+pub fn ensure(dir: &Path, object: &Object, epoch: Epoch) -> Result<Bytes, ImageError> {
     let Object { uid, size: wanted, .. } = object;
     let path = dir.join(IMAGE);
     let failed = |action| {
@@ -88,16 +87,22 @@ pub fn ensure(dir: &Path, object: &Object) -> Result<Bytes, ImageError> {
         None => {}
     }
     has_space(dir, *wanted)?;
-    let unfinished = dir.join(UNFINISHED);
-    let made = make(&unfinished, uid, *wanted);
-    if made.is_err() {
-        // A failure here is told by the next attempt.
-        let _ = fs::remove_file(&unfinished);
-    }
-    made?;
-    fs::rename(&unfinished, &path).map_err(failed("name"))?;
+    let unfinished = dir.join(format!("{UNFINISHED}{epoch}"));
+    let made = make(&unfinished, uid, *wanted).and_then(|()| link(&unfinished, &path).map_err(failed("name")));
+    // What stays of it is removed with the next grant.
+    let _ = fs::remove_file(&unfinished);
+    let is_named = made?;
     durable::sync_dir(dir).map_err(failed("sync"))?;
-    Ok(*wanted)
+    // Else another one is there, or this one after all: the answer of a network file system may get lost.
+    if is_named { Ok(*wanted) } else { ensure(dir, object, epoch) }
+}
+
+/// `false`: the name is taken.
+fn link(unfinished: &Path, path: &Path) -> io::Result<bool> {
+    match fs::hard_link(unfinished, path) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+        linked => linked.map(|()| true),
+    }
 }
 
 fn has_space(dir: &Path, needed: Bytes) -> Result<(), ImageError> {
@@ -116,11 +121,22 @@ fn grow(dir: &Path, from: Bytes, to: Bytes) -> Result<(), ImageError> {
     has_space(dir, to.saturating_sub(from))?;
     kibo_failpoint::reach_blocking("image-grows");
     let file = OpenOptions::new().write(true).open(&path).map_err(failed("open"))?;
-    file.set_len(to.0).map_err(failed("grow"))?;
+    extend(&file, to).map_err(failed("grow"))?;
     kibo_failpoint::reach_blocking("image-grown");
     file.sync_all().map_err(failed("sync"))?;
     tracing::info!(image = %path.display(), %from, %to, "the image has grown");
     Ok(())
+}
+
+/// Makes a file at least so long; a longer one is left as it is. To set the length would do the same as long as nobody
+/// else does anything, but whoever is slow to die would cut off what the next holder has added since.
+fn extend(file: &File, to: Bytes) -> io::Result<()> {
+    const LAST: u64 = 4096;
+    match fallocate(file, FallocateFlags::empty(), to.0.saturating_sub(LAST), LAST.min(to.0)) {
+        Err(Errno::OPNOTSUPP) if file.metadata()?.len() < to.0 => file.set_len(to.0),
+        Err(Errno::OPNOTSUPP) => Ok(()),
+        extended => Ok(extended?),
+    }
 }
 
 fn make(path: &Path, uid: &ObjectUid, size: Bytes) -> Result<(), ImageError> {
@@ -165,7 +181,7 @@ pub fn open(dir: &Path, needs_direct: bool) -> Result<(File, bool), ImageError> 
     };
     match open(OFlags::DIRECT) {
         Ok(file) => return Ok((file, true)),
-        Err(error) if error.raw_os_error() != Some(rustix::io::Errno::INVAL.raw_os_error()) => {
+        Err(error) if error.raw_os_error() != Some(Errno::INVAL.raw_os_error()) => {
             return Err(ImageError::Io { action: "open", path, source: error });
         }
         Err(_) if needs_direct => return Err(ImageError::NoDirectIo),
@@ -175,9 +191,62 @@ pub fn open(dir: &Path, needs_direct: bool) -> Result<(File, bool), ImageError> 
     Ok((file, false))
 }
 
-/// Removes the image and what an interrupted making left.
+/// Removes what interrupted makings of these epochs left.
+pub fn clear_unfinished(dir: &Path, which: impl Fn(Epoch) -> bool) -> io::Result<()> {
+    for entry in fs::read_dir(dir)? {
+        let path = entry?.path();
+        let name = path.file_name().and_then(|name| name.to_str());
+        let epoch = name.and_then(|name| name.strip_prefix(UNFINISHED)?.parse().ok().map(Epoch));
+        if epoch.is_some_and(&which) {
+            remove_if_there(&path)?;
+        }
+    }
+    Ok(())
+}
+
+/// Removes the image and what interrupted makings left.
 pub fn remove(dir: &Path) -> io::Result<()> {
-    remove_if_there(&dir.join(UNFINISHED))?;
+    clear_unfinished(dir, |_| true)?;
     remove_if_there(&dir.join(IMAGE))?;
     durable::sync_dir(dir)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt as _;
+
+    use super::*;
+
+    #[test]
+    fn a_new_image_never_takes_the_place_of_another_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let (unfinished, image) = (dir.path().join(format!("{UNFINISHED}1")), dir.path().join(IMAGE));
+        fs::write(&unfinished, "late").unwrap();
+        fs::write(&image, "precious").unwrap();
+        assert!(!link(&unfinished, &image).unwrap());
+        assert_eq!(fs::read_to_string(&image).unwrap(), "precious");
+        fs::write(dir.path().join(format!("{UNFINISHED}2")), "of somebody else").unwrap();
+        clear_unfinished(dir.path(), |of| of < Epoch(2)).unwrap();
+        assert!(!unfinished.exists() && dir.path().join(format!("{UNFINISHED}2")).exists());
+    }
+
+    #[test]
+    fn a_file_grows_sparse_keeps_its_data_and_never_shrinks() {
+        let file = tempfile::tempfile().unwrap();
+        let ends = |to: u64| {
+            extend(&file, Bytes(to)).unwrap();
+            file.metadata().unwrap().len()
+        };
+        assert_eq!(ends(8 << 20), 8 << 20);
+        file.write_all_at(&[7; 4096], (8 << 20) - 4096).unwrap();
+        assert_eq!(ends(64 << 20), 64 << 20);
+        // Of somebody who was asked for less, long ago.
+        assert_eq!(ends(8 << 20), 64 << 20);
+        let mut block = [0; 4096];
+        file.read_exact_at(&mut block, (8 << 20) - 4096).unwrap();
+        assert_eq!(block, [7; 4096]);
+        file.read_exact_at(&mut block, (64 << 20) - 4096).unwrap();
+        assert_eq!(block, [0; 4096]);
+        assert!(file.metadata().unwrap().blocks() * 512 < 1 << 20, "it is sparse");
+    }
 }

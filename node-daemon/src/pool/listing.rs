@@ -70,14 +70,8 @@ impl Pool {
         let records = record_files::list(&self.object_dir(uid)).map_err(self.io("read the holder records", uid))?;
         let predecessor = records.0.keys().next_back().copied().unwrap_or_default();
         let epoch = predecessor.next().unwrap_or(predecessor);
-        let object = Object {
-            uid: uid.clone(),
-            pool: self.id.clone(),
-            size: Bytes(0),
-            must_exist: false,
-            pool_capacity: None,
-            grows_from: None,
-        };
+        let object =
+            Object { uid: uid.clone(), pool: self.id.clone(), size: Bytes(0), must_exist: false, grows_from: None };
         let grant = Grant { epoch, predecessor, predecessor_end: PredecessorEnd::Released };
         self.delete(&GrantedObject { object, grant }, taker)
     }
@@ -106,3 +100,7 @@ fn occupied(path: &Path) -> io::Result<Bytes> {
     }
     Ok(Bytes(blocks.saturating_mul(BLOCK)))
 }
+
+#[cfg(test)]
+#[path = "listing_tests.rs"]
+mod tests;

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     durable,
-    launch::{GrantedObject, Object, Taker},
+    launch::{GrantedObject, Taker},
 };
 
 impl Pool {
@@ -128,7 +128,7 @@ impl Pool {
     }
 
     /// Marks in their fence files that those are dead who took the object before and never let go of it.
-    fn tell_the_dead(&self, records: &Records, granted: &GrantedObject) -> Result<(), PoolError> {
+    pub(super) fn tell_the_dead(&self, records: &Records, granted: &GrantedObject) -> Result<(), PoolError> {
         for (victim, dead) in records.dead_holders(&granted.grant) {
             tracing::info!(object = %granted.object.uid, %victim, %dead, "taking over from a dead holder");
             fence::mark(&self.path, &victim, dead, &self.node).map_err(PoolError::Fence)?;
@@ -155,8 +155,7 @@ impl Pool {
     fn open_image(&self, granted: &GrantedObject) -> Result<TakenObject, TakeFailure> {
         let object = &granted.object;
         let dir = self.object_dir(&object.uid);
-        self.check_allocation(object)?;
-        let made = image::ensure(&dir, object);
+        let made = image::ensure(&dir, object, granted.grant.epoch);
         if let Err(ImageError::NoSpace { free, .. }) = &made {
             // The next admission is not to believe in what the last look saw.
             self.status.note_free(*free);
@@ -174,45 +173,14 @@ impl Pool {
         })
     }
 
-    /// An image that is to be made, or what is added to one, must fit into what may be allocated, besides those that are
-    /// there.
-    fn check_allocation(&self, object: &Object) -> Result<(), TakeFailure> {
-        let Some(capacity) = object.pool_capacity else { return Ok(()) };
-        let dir = self.object_dir(&object.uid);
-        let added = match image::size(&dir).map_err(self.io("look at the image", &object.uid))? {
-            Some(found) if object.grows_from.is_some() => object.size.saturating_sub(found),
-            None if !object.must_exist => object.size,
-            _ => return Ok(()),
-        };
-        let allocated = self.allocated()?;
-        if added > Bytes(0) && allocated.checked_add(added).is_none_or(|sum| sum > capacity) {
-            return Err(ImageError::NoCapacity { capacity, allocated, size: object.size }.into());
-        }
-        Ok(())
-    }
-
-    /// The sizes of all images together.
-    fn allocated(&self) -> Result<Bytes, PoolError> {
-        let dir = self.path.join(marker::OBJECTS);
-        let failed = |source| PoolError::List { pool: self.id.clone(), source };
-        let mut sum = Bytes(0);
-        for entry in fs::read_dir(&dir).map_err(failed)? {
-            let entry = entry.map_err(failed)?;
-            if !entry.file_type().map_err(failed)?.is_dir() {
-                continue;
-            }
-            let size = image::size(&entry.path()).map_err(failed)?.unwrap_or_default();
-            sum = sum.checked_add(size).unwrap_or(Bytes(u64::MAX));
-        }
-        Ok(sum)
-    }
-
     /// Removes what no decision needs any more, the lowest epoch first, so that at every point the
     /// records that are left still agree.
     fn clear_settled(&self, uid: &ObjectUid, epoch: Epoch) {
         let dir = self.object_dir(uid);
         let clear = || -> io::Result<()> {
             record_files::remove_leftovers(&dir, &self.node)?;
+            moving::clear(&dir, |of| of < epoch)?;
+            image::clear_unfinished(&dir, |of| of < epoch)?;
             for settled in record_files::list(&dir)?.settled_below(epoch) {
                 record_files::remove(&dir, settled)?;
             }
@@ -291,7 +259,7 @@ impl Pool {
                 }
                 tracing::warn!(object = %uid, %epoch, ?taker, "releasing what somebody held who is not here any more");
                 if taker.is_some_and(Taker::is_move) {
-                    moving::clear(&self.object_dir(uid), None)
+                    moving::clear(&self.object_dir(uid), |of| of <= epoch)
                         .map_err(self.io("clear away the journal of a move", uid))?;
                 }
                 self.write_released(uid, epoch)?;

@@ -56,7 +56,6 @@ fn object(epoch: u64, predecessor_end: PredecessorEnd) -> GrantedObject {
             pool: "p".parse().unwrap(),
             size: Bytes::mib(64),
             must_exist: false,
-            pool_capacity: None,
             grows_from: None,
         },
         grant: Grant { epoch: Epoch(epoch), predecessor: Epoch(epoch - 1), predecessor_end },
@@ -144,7 +143,7 @@ fn a_take_that_was_killed_anywhere_is_taken_up() {
         ("nothing but the directory", Box::new(|_| ())),
         ("half a temporary record", Box::new(|dir| fs::write(dir.join(".record.a.01"), "{").unwrap())),
         ("the own record", Box::new(|dir| assert!(write(dir, &node, Kind::Taken, &record(2, Some(&mine))).unwrap()))),
-        ("half an image", Box::new(|dir| fs::write(dir.join("image.raw.new"), "half").unwrap())),
+        ("half an image", Box::new(|dir| fs::write(dir.join("image.raw.new.1"), "half").unwrap())),
         (
             "an old epoch of which only the release is left",
             Box::new(|dir| assert!(write(dir, &node, Kind::Released, &record(1, Some(&before))).unwrap())),

@@ -86,7 +86,6 @@ impl Workspace {
             pool: POOL.to_owned(),
             size_bytes: mib << 20,
             must_exist: self.epoch > 1,
-            pool_capacity_bytes: None,
             grant: Some(v1::Grant {
                 epoch: self.epoch,
                 predecessor_epoch: self.epoch - 1,

@@ -78,7 +78,6 @@ fn desired(world: &World, workspace: &Workspace, node: &NodeId, incarnation: Inc
     let execution = status.execution.as_ref().filter(|e| e.node == *node && e.incarnation == incarnation)?;
     let (template, volume) = (world.template_of(workspace), world.volume_of(workspace));
     let launch = launch::launch(workspace, template.as_deref(), volume.as_deref())?;
-    let launch = launch::with_capacities(launch, |pool| world.ctx.pools.limit(pool));
     let stop = match status.phase {
         Some(WorkspacePhase::Stopping) => Some(stop_mode(status.power.as_ref().map(|power| &power.consumed))),
         Some(WorkspacePhase::Deleting) => Some(v1::StopMode::Force),

@@ -59,17 +59,6 @@ pub fn without_grants(mut launch: v1::Launch) -> v1::Launch {
     launch
 }
 
-/// The same with what may be allocated in the pools of what is to be made, or to grow.
-pub fn with_capacities(mut launch: v1::Launch, capacity: impl Fn(&PoolId) -> Option<Bytes>) -> v1::Launch {
-    let volumes = launch.volumes.iter_mut().filter_map(|volume| volume.object.as_mut());
-    for object in
-        volumes.chain(launch.layer.as_mut()).filter(|object| !object.must_exist || object.grows_from_bytes > 0)
-    {
-        object.pool_capacity_bytes = object.pool.parse().ok().and_then(|pool| capacity(&pool)).map(|bytes| bytes.0);
-    }
-    launch
-}
-
 fn network(workspace: &Workspace) -> v1::LaunchNetwork {
     let egress = match workspace.spec.network.as_ref().and_then(|network| network.egress).unwrap_or_default() {
         Egress::Allow => v1::Egress::Allow,
@@ -97,7 +86,6 @@ pub fn layer(workspace: &Workspace) -> Option<v1::Object> {
         size_bytes: layer.grow_to.unwrap_or(layer.size).0,
         must_exist: layer.created,
         grant: status.right().grant(),
-        pool_capacity_bytes: None,
         grows_from_bytes: grows_from(layer.created.then_some(layer.size), layer.grow_to),
     })
 }
@@ -121,7 +109,6 @@ pub fn volume_object(volume: &Volume) -> Option<v1::Object> {
         size_bytes: status.grow_to.unwrap_or_else(|| volume_size(volume)).0,
         must_exist: status.size.is_some(),
         grant: status.right().grant(),
-        pool_capacity_bytes: None,
         grows_from_bytes: grows_from(status.size, status.grow_to),
     })
 }

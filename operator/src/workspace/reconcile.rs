@@ -272,7 +272,6 @@ pub(super) async fn go(
 ) {
     let Some(execution) = workspace.status.as_ref().and_then(|status| status.execution.as_ref()) else { return };
     let Some(launch) = launch::launch(workspace, template, volume) else { return };
-    let launch = launch::with_capacities(launch, |pool| world.ctx.pools.limit(pool));
     let go = v1::Go { offer_id: execution.instance_id.to_string(), launch: Some(launch) };
     world.tell(execution.instance_id);
     if world.ctx.registry.send(&execution.node, execution.incarnation, Message::Go(go)).is_err() {

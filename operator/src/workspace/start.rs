@@ -126,7 +126,6 @@ fn prospect(
 async fn offer(world: &World, template: Option<&Template>, prospect: &Prospect) -> Result<Accepted, String> {
     let place = &prospect.place;
     let launch = launch::launch(&prospect.workspace, template, prospect.volume.as_ref()).ok_or("nothing to launch")?;
-    let launch = launch::with_capacities(launch, |pool| world.ctx.pools.limit(pool));
     let offer = v1::Offer { offer_id: place.instance.to_string(), launch: Some(launch::without_grants(launch)) };
     match world.ctx.registry.offer(&place.node, offer).await {
         Ok(accepted) if accepted.incarnation == place.incarnation => Ok(accepted),

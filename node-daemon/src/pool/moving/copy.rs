@@ -12,6 +12,7 @@ use std::{
     thread,
 };
 
+use kibo_crds::PoolId;
 use rustix::fs::{Advice, SeekFrom, fadvise, seek};
 
 /// Direct I/O wants addresses, offsets and lengths in whole blocks.
@@ -63,6 +64,8 @@ pub enum CopyError {
     Differs(u64),
     #[error("it was stopped")]
     Stopped,
+    #[error("storage pool {0} was declared lost")]
+    Lost(PoolId),
 }
 
 /// A copy from one open image to another one of the same size.
@@ -145,7 +148,7 @@ fn runs(bytes: &[u8]) -> Vec<(usize, usize)> {
 
 impl Copy<'_> {
     /// Copies what follows `from`. `done` is told up to which byte everything was compared; it may take its time now and
-    /// then. `may_go_on` is asked before each piece.
+    /// then. `may_go_on` is asked before each piece is read, and again before it is written.
     pub fn run(
         &self,
         from: u64,
@@ -166,7 +169,7 @@ impl Copy<'_> {
         thread::scope(|scope| {
             let may_go_on = &may_go_on;
             let reader = scope.spawn(move || self.read(from, &blank, &read, may_go_on));
-            let writer = scope.spawn(move || self.write(&to_write, &written));
+            let writer = scope.spawn(move || self.write(&to_write, &written, may_go_on));
             let compared = self.compare(&to_compare, &free, &mut done);
             // Whoever waits for one of the others hears that it is gone.
             drop((to_compare, free));
@@ -188,9 +191,6 @@ impl Copy<'_> {
         while let Some((begin, end)) = next_data(self.source, at, self.size).map_err(CopyError::Read)? {
             at = begin;
             while at < end {
-                if self.progress.is_stopped() {
-                    return Err(CopyError::Stopped);
-                }
                 may_go_on()?;
                 // Without it, another thread has failed and says why.
                 let Ok(mut piece) = blank.recv() else { return Ok(()) };
@@ -206,8 +206,14 @@ impl Copy<'_> {
         Ok(())
     }
 
-    fn write(&self, to_write: &Receiver<Piece>, written: &SyncSender<Piece>) -> Result<(), CopyError> {
+    fn write(
+        &self,
+        to_write: &Receiver<Piece>,
+        written: &SyncSender<Piece>,
+        may_go_on: &impl Fn() -> Result<(), CopyError>,
+    ) -> Result<(), CopyError> {
         for piece in to_write {
+            may_go_on()?;
             for (begin, end) in runs(piece.bytes()) {
                 let bytes = &piece.bytes()[begin..end];
                 self.target.write_all_at(bytes, piece.offset + begin as u64).map_err(CopyError::Write)?;
@@ -276,7 +282,7 @@ mod tests {
                 done.push(at);
                 Ok(())
             },
-            || Ok(()),
+            || if progress.is_stopped() { Err(CopyError::Stopped) } else { Ok(()) },
         )?;
         Ok(done)
     }

@@ -58,19 +58,25 @@ fn journal_path(dir: &Path, epoch: Epoch) -> PathBuf {
     dir.join(format!("{PREFIX}{epoch}{JOURNAL}"))
 }
 
-/// Removes what moves left in the directory of an object, but not what belongs to `keep`.
-pub fn clear(dir: &Path, keep: Option<Epoch>) -> io::Result<()> {
-    let kept = keep.map(|epoch| (copy_path(dir, epoch), journal_path(dir, epoch)));
+/// Removes what moves of these epochs left in the directory of an object.
+pub fn clear(dir: &Path, which: impl Fn(Epoch) -> bool) -> io::Result<()> {
     let entries = match fs::read_dir(dir) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         entries => entries?,
     };
+    let mut is_changed = false;
     for entry in entries {
         let path = entry?.path();
-        let is_ours = path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with(PREFIX));
-        if is_ours && kept.as_ref().is_none_or(|(copy, journal)| path != *copy && path != *journal) {
+        let epoch = path.file_name().and_then(|name| name.to_str()).and_then(epoch_of);
+        if epoch.is_some_and(&which) {
             remove_if_there(&path)?;
+            is_changed = true;
         }
     }
-    durable::sync_dir(dir)
+    if is_changed { durable::sync_dir(dir) } else { Ok(()) }
+}
+
+/// The move that made a file of this name.
+fn epoch_of(name: &str) -> Option<Epoch> {
+    name.strip_prefix(PREFIX)?.split('.').next()?.parse().ok().map(Epoch)
 }

@@ -5,8 +5,13 @@
 //! the operator to say, after that: until then both are left as they are, and a daemon that is killed at any point is
 //! followed by one that goes on. The copy that is not the object any more, or does not become it, is removed by
 //! [`Pool::discard_copy`], which goes by the records in that pool and not by the order alone.
+//!
+//! A node that is wrongly taken for dead may stand still between any two calls of the system and go on much later, when
+//! others have made the object under the same name. So a move itself never removes an image by its name, and gives its
+//! own copy that name only where there is none.
 
 mod copy;
+mod discard;
 mod journal;
 #[cfg(test)]
 mod tests;
@@ -29,7 +34,7 @@ pub use journal::clear;
 use super::{
     Pool, PoolError, Pools,
     image::{self, ImageError},
-    marker, record_files,
+    record_files,
     records::{Conflict, TakeDecision},
 };
 use crate::{
@@ -50,7 +55,9 @@ pub enum MoveError {
     Pool(#[from] PoolError),
     #[error("object {uid} cannot be moved: {conflict}")]
     Conflict { uid: ObjectUid, conflict: Conflict },
-    #[error("storage pool {pool} has an image of object {uid} already, which no move has made: nothing was changed")]
+    #[error(
+        "storage pool {pool} has an image of object {uid} already, which this move has not made: nothing was changed"
+    )]
     Occupied { uid: ObjectUid, pool: PoolId },
     #[error(transparent)]
     Image(#[from] ImageError),
@@ -68,6 +75,7 @@ impl MoveError {
             Self::Copy { source: CopyError::Write(error), .. } if error.kind() == io::ErrorKind::StorageFull => {
                 v1::ObjectFailure::NoSpace
             }
+            Self::Copy { source: CopyError::Lost(_), .. } => v1::ObjectFailure::PoolUnavailable,
             Self::Image(_) | Self::Copy { .. } => v1::ObjectFailure::Io,
         }
     }
@@ -140,30 +148,40 @@ impl Moving<'_> {
         Ok((file, size.0))
     }
 
-    /// Takes the object in the new pool too and clears away what is of no use there. Answers how far an earlier daemon
-    /// came with this same move.
+    /// Takes the object in the new pool too, once what an earlier move left there is gone. Answers how far an earlier
+    /// daemon came with this same move.
     fn take_target(&self, size: u64) -> Result<Journal, MoveError> {
         let _lock = self.to.begin(self.uid())?;
         let dir = self.to.object_dir(self.uid());
         let failed = |action| self.io_error(action);
-        let has_image = image::size(&dir).map_err(failed("look at"))?.is_some();
-        if has_image && self.to.list(self.uid())?.decide_discard(self.epoch(), true).is_err() {
-            return Err(MoveError::Occupied { uid: self.uid().clone(), pool: self.to.id.clone() });
-        }
-        self.take(self.to)?;
-        kibo_failpoint::reach_blocking("move-target-taken");
         let new = Journal::new(self.from.id.clone(), self.epoch(), size);
         let known = Journal::read(&dir, &new).map_err(failed("read the journal of"))?;
         let journal = known.filter(|known| known.complete || copy_path(&dir, self.epoch()).exists());
-        if !journal.as_ref().is_some_and(|journal| journal.complete) {
-            // Of an earlier move that came to nothing.
-            record_files::remove_if_there(&dir.join(image::IMAGE)).map_err(failed("remove an older copy of"))?;
+        let is_whole = journal.as_ref().is_some_and(|journal| journal.complete);
+        if !is_whole && image::size(&dir).map_err(failed("look at"))?.is_some() {
+            self.discard_older()?;
         }
-        clear(&dir, Some(self.epoch())).map_err(failed("clear away older copies of"))?;
+        self.take(self.to)?;
+        kibo_failpoint::reach_blocking("move-target-taken");
+        journal::clear(&dir, |of| of < self.epoch()).map_err(failed("clear away older copies of"))?;
         if journal.is_none() {
             self.check_space(&dir, size)?;
         }
         Ok(journal.unwrap_or(new))
+    }
+
+    /// Removes the copy of an earlier move that came to nothing. Who made it may live, and is told first.
+    fn discard_older(&self) -> Result<(), MoveError> {
+        let records = self.to.list(self.uid())?;
+        if let TakeDecision::Conflict(_) = records.decide_take(&self.granted.grant, self.taker) {
+            // The grant is refused with that.
+            return Ok(());
+        }
+        self.to.tell_the_dead(&records, self.granted)?;
+        match self.to.discard(self.uid(), self.epoch()) {
+            Err(PoolError::NotACopy { uid, pool, .. }) => Err(MoveError::Occupied { uid, pool }),
+            discarded => Ok(discarded?),
+        }
     }
 
     fn check_space(&self, dir: &Path, size: u64) -> Result<(), MoveError> {
@@ -176,6 +194,7 @@ impl Moving<'_> {
     }
 
     fn copy(&self, source: &File, journal: &mut Journal) -> Result<(), MoveError> {
+        self.is_wanted().map_err(|source| self.copy_error(source))?;
         let dir = self.to.object_dir(self.uid());
         let path = copy_path(&dir, self.epoch());
         let mut options = OpenOptions::new();
@@ -190,6 +209,7 @@ impl Moving<'_> {
             if noted.elapsed() < NOTE_EVERY {
                 return Ok(());
             }
+            self.is_wanted()?;
             target.sync_data().map_err(CopyError::Write)?;
             journal.done = at;
             journal.write(&dir).map_err(CopyError::Write)?;
@@ -197,14 +217,26 @@ impl Moving<'_> {
             Ok(())
         };
         copy.run(from, done, || self.may_go_on(&looked)).map_err(|source| self.copy_error(source))?;
+        self.is_wanted().map_err(|source| self.copy_error(source))?;
         target.sync_all().map_err(self.io_error("sync the copy of"))?;
         kibo_failpoint::reach_blocking("move-synced");
         journal.complete = true;
         journal.write(&dir).map_err(self.io_error("write the journal of"))
     }
 
-    /// Now and then whether the grant still stands: who holds the object by a newer one takes this node for dead.
+    /// Nothing is read or written once one of the pools was declared lost.
+    fn is_wanted(&self) -> Result<(), CopyError> {
+        if let Some(pool) = [self.from, self.to].into_iter().find(|pool| pool.loss.is_declared()) {
+            tracing::warn!(object = %self.uid(), pool = %pool.id, "a move stops, since a pool was declared lost");
+            return Err(CopyError::Lost(pool.id.clone()));
+        }
+        if self.progress.is_stopped() { Err(CopyError::Stopped) } else { Ok(()) }
+    }
+
+    /// The same, and now and then whether the grant still stands: who holds the object by a newer one takes this node for
+    /// dead.
     fn may_go_on(&self, looked: &Mutex<Instant>) -> Result<(), CopyError> {
+        self.is_wanted()?;
         let mut looked = looked.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if looked.elapsed() < LOOK_EVERY {
             return Ok(());
@@ -220,45 +252,60 @@ impl Moving<'_> {
         Ok(())
     }
 
-    /// Gives the copy its name. It is linked, so that it never takes the place of another image: whoever is taken for
-    /// dead and wakes up late finds the name taken.
+    /// Gives the copy its name, if the grant still stands.
     fn name_it(&self, journal: &mut Journal) -> Result<(), MoveError> {
         let uid = self.uid();
         let _lock = self.to.begin(uid)?;
         let records = self.to.list(uid)?;
         match records.decide_take(&self.granted.grant, self.taker) {
-            TakeDecision::AlreadyMine if !self.progress.is_stopped() => {}
-            TakeDecision::Conflict(conflict) => return Err(MoveError::Conflict { uid: uid.clone(), conflict }),
-            _ => return Err(self.copy_error(CopyError::Stopped)),
+            TakeDecision::AlreadyMine if !self.progress.is_stopped() => self.link(journal),
+            TakeDecision::Conflict(conflict) => Err(MoveError::Conflict { uid: uid.clone(), conflict }),
+            _ => Err(self.copy_error(CopyError::Stopped)),
         }
-        let dir = self.to.object_dir(uid);
+    }
+
+    /// Never in the place of another image: whoever is taken for dead and wakes up late finds the name taken.
+    fn link(&self, journal: &mut Journal) -> Result<(), MoveError> {
+        let dir = self.to.object_dir(self.uid());
         let (copy, image) = (copy_path(&dir, self.epoch()), dir.join(image::IMAGE));
         let failed = |action| self.io_error(action);
-        let inode = |path: &Path| match fs::metadata(path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            found => found.map(|found| Some((found.ino(), found.size()))),
-        };
         let (unnamed, named) = (inode(&copy).map_err(failed("look at"))?, inode(&image).map_err(failed("look at"))?);
+        let size = Some(journal.size);
+        let occupied = || MoveError::Occupied { uid: self.uid().clone(), pool: self.to.id.clone() };
         match (unnamed, named) {
-            (None, Some((_, size))) if size == journal.size => {}
+            // An earlier try came to its end.
+            (None, Some((_, found))) if Some(found) == size => {}
             (None, _) => {
                 journal.complete = false;
                 journal.done = 0;
                 journal.write(&dir).map_err(failed("write the journal of"))?;
                 return Err(ImageError::Missing { path: copy }.into());
             }
-            (Some(_), None) => fs::hard_link(&copy, &image).map_err(failed("name"))?,
             (Some(unnamed), Some(named)) if unnamed == named => {}
-            (Some(_), Some(_)) => {
-                // Of an earlier move, whose node was slow to die.
-                fs::remove_file(&image).map_err(failed("remove an older copy of"))?;
-                fs::hard_link(&copy, &image).map_err(failed("name"))?;
-            }
+            // Of an earlier move, whose node was slow to die; or of a later one, and it is this node that was slow.
+            (Some(_), Some(_)) => return Err(occupied()),
+            (Some(unnamed), None) => match fs::hard_link(&copy, &image) {
+                // A network file system says so too when the first answer got lost.
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                    if inode(&image).map_err(failed("look at"))? != Some(unnamed) {
+                        return Err(occupied());
+                    }
+                }
+                linked => linked.map_err(failed("name"))?,
+            },
         }
         durable::sync_dir(&dir).map_err(failed("sync"))?;
         kibo_failpoint::reach_blocking("move-named");
         record_files::remove_if_there(&copy).map_err(failed("remove the other name of"))?;
         durable::sync_dir(&dir).map_err(failed("sync"))
+    }
+}
+
+/// Which file has this name, and its size.
+fn inode(path: &Path) -> io::Result<Option<(u64, u64)>> {
+    match fs::metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        found => found.map(|found| Some((found.ino(), found.size()))),
     }
 }
 
@@ -273,31 +320,4 @@ fn open(path: &Path, options: &mut OpenOptions) -> Result<(File, bool), ImageErr
         opened => opened.map(|file| (file, true)),
     }
     .map_err(|source| ImageError::Io { action: "open", path: path.to_owned(), source })
-}
-
-impl Pool {
-    /// Removes what a move left here, if the records say that it is nothing else. What does not exist is removed.
-    pub fn discard_copy(&self, uid: &ObjectUid, epoch: Epoch) -> Result<(), PoolError> {
-        let _lock = self.begin(uid)?;
-        let dir = self.object_dir(uid);
-        if !dir.try_exists().map_err(self.io("find the directory", uid))? {
-            return Ok(());
-        }
-        let has_image = image::size(&dir).map_err(self.io("look at the image", uid))?.is_some();
-        if let Err(problem) = self.list(uid)?.decide_discard(epoch, has_image) {
-            return Err(PoolError::NotACopy { uid: uid.clone(), pool: self.id.clone(), problem });
-        }
-        clear(&dir, None).map_err(self.io("remove an unfinished copy", uid))?;
-        image::remove(&dir).map_err(self.io("remove the copy", uid))?;
-        kibo_failpoint::reach_blocking("copy-image-removed");
-        for epoch in self.list(uid)?.settled_below(Epoch(u64::MAX)) {
-            record_files::remove(&dir, epoch).map_err(self.io("remove the holder records", uid))?;
-        }
-        kibo_failpoint::reach_blocking("copy-records-removed");
-        fs::remove_dir_all(&dir).map_err(self.io("remove the directory", uid))?;
-        durable::sync_dir(&self.path.join(marker::OBJECTS)).map_err(self.io("sync the directory", uid))?;
-        self.status.look_again();
-        kibo_failpoint::reach_blocking("copy-removed");
-        Ok(())
-    }
 }

@@ -7,7 +7,7 @@ use crate::{
     config::{FenceConfig, PoolConfig},
     launch::{By, Grant, Object, Operation, PredecessorEnd},
     pool::{
-        NotACopy, init,
+        NotACopy, init, marker,
         record_files::{Kind, write},
         records::Record,
     },
@@ -78,14 +78,7 @@ fn uid() -> ObjectUid {
 
 fn object(pool: &str, epoch: u64, predecessor_end: PredecessorEnd) -> GrantedObject {
     GrantedObject {
-        object: Object {
-            uid: uid(),
-            pool: id(pool),
-            size: Bytes::mib(64),
-            must_exist: epoch > 1,
-            pool_capacity: None,
-            grows_from: None,
-        },
+        object: Object { uid: uid(), pool: id(pool), size: Bytes::mib(64), must_exist: epoch > 1, grows_from: None },
         grant: Grant { epoch: Epoch(epoch), predecessor: Epoch(epoch - 1), predecessor_end },
     }
 }
@@ -246,6 +239,102 @@ fn another_node_begins_anew_where_the_first_one_died() {
     // The first one wakes up, and has nothing to say any more.
     assert!(matches!(setup.run("a", 2, PredecessorEnd::Released), Err(MoveError::Conflict { .. })));
     setup.assert_copied("by b, after a");
+}
+
+/// Moved there in epoch 2 by a; a is taken for dead, b does it again and makes it the object, and c uses it.
+fn moved_by_another(setup: &Setup) {
+    setup.run("a", 2, PredecessorEnd::Released).unwrap();
+    setup.run("b", 3, PredecessorEnd::Isolated).unwrap();
+    let b = setup.on("b");
+    let new = b.get(&id("new")).unwrap();
+    let moved = object("new", 3, PredecessorEnd::Isolated);
+    assert_eq!(new.confirm_not_taken(&moved, |_| false).unwrap(), v1::ObjectUse::Released);
+    b.get(&id("old")).unwrap().discard_copy(&uid(), Epoch(3)).unwrap();
+}
+
+#[test]
+fn a_remover_that_was_slow_to_die_removes_nothing_that_is_the_object() {
+    let setup = Setup::new();
+    moved_by_another(&setup);
+    let inode = fs::metadata(setup.image("new")).unwrap().ino();
+    let a = setup.on("a");
+    let new = a.get(&id("new")).unwrap();
+    // It has judged its own copy, which was one, and goes on only now.
+    let error = new.put_aside(&uid(), Epoch(2)).unwrap_err();
+    assert!(matches!(error, PoolError::NotACopy { problem: NotACopy::Newer(Epoch(3)), .. }), "{error}");
+    assert_eq!(fs::metadata(setup.image("new")).unwrap().ino(), inode);
+    assert_eq!(setup.files("new"), ["holder.3", "holder.3.released", "image.raw"]);
+    let names: Vec<_> = fs::read_dir(setup.dir.path().join("new").join(marker::OBJECTS)).unwrap().collect();
+    assert_eq!(names.len(), 1, "{names:?}");
+    let c = setup.on("c");
+    c.get(&id("new")).unwrap().take(&object("new", 4, PredecessorEnd::Released), &instance("c")).unwrap();
+    assert_eq!(setup.files("new"), ["holder.4", "image.raw"]);
+}
+
+#[test]
+fn a_mover_that_was_slow_to_die_gives_its_copy_no_name_that_is_taken() {
+    let setup = Setup::new();
+    moved_by_another(&setup);
+    let inode = fs::metadata(setup.image("new")).unwrap().ino();
+    fs::write(setup.object_dir("new").join("image.raw.moving.2"), "a copy of long ago").unwrap();
+    let (a, granted, taker, progress) =
+        (setup.on("a"), object("old", 2, PredecessorEnd::Released), mover("a"), Progress::default());
+    let (from, to) = (a.get(&id("old")).unwrap(), a.get(&id("new")).unwrap());
+    let moving = Moving { from, to, granted: &granted, taker: &taker, progress: &progress };
+    let mut journal = Journal::new(id("old"), Epoch(2), 64 << 20);
+    journal.complete = true;
+    // It has seen that its grant stands, and goes on only now.
+    assert!(matches!(moving.link(&mut journal), Err(MoveError::Occupied { .. })));
+    // The same where it clears away what came before it.
+    fs::write(setup.object_dir("new").join("image.raw.moving.3"), "a copy of now").unwrap();
+    journal::clear(&setup.object_dir("new"), |of| of < Epoch(2)).unwrap();
+    assert!(setup.files("new").contains(&"image.raw.moving.3".to_owned()));
+    assert_eq!(fs::metadata(setup.image("new")).unwrap().ino(), inode);
+}
+
+#[test]
+fn what_a_killed_daemon_has_put_aside_is_judged_by_its_records_too() {
+    let setup = Setup::new();
+    moved_by_another(&setup);
+    let (a, objects) = (setup.on("a"), setup.dir.path().join("new").join(marker::OBJECTS));
+    let new = a.get(&id("new")).unwrap();
+    let aside = |epoch: u64| objects.join(format!(".discard.{UID}.{epoch}.01ARZ3NDEKTSV4RRFFQ69G5FAV"));
+    fs::rename(setup.object_dir("new"), aside(2)).unwrap();
+    let error = new.discard_copy(&uid(), Epoch(2)).unwrap_err();
+    assert!(matches!(error, PoolError::NotACopy { .. }), "{error}");
+    let c = setup.on("c");
+    c.get(&id("new")).unwrap().take(&object("new", 4, PredecessorEnd::Released), &instance("c")).unwrap();
+
+    let setup = Setup::new();
+    setup.run("a", 2, PredecessorEnd::Released).unwrap();
+    let (a, objects) = (setup.on("a"), setup.dir.path().join("new").join(marker::OBJECTS));
+    fs::rename(setup.object_dir("new"), objects.join(format!(".discard.{UID}.2.01ARZ3NDEKTSV4RRFFQ69G5FAV"))).unwrap();
+    a.get(&id("new")).unwrap().discard_copy(&uid(), Epoch(2)).unwrap();
+    assert_eq!(fs::read_dir(&objects).unwrap().count(), 0, "the copy is gone");
+}
+
+#[test]
+fn a_move_stops_when_one_of_its_pools_is_declared_lost() {
+    for lost in ["old", "new"] {
+        let setup = Setup::new();
+        let (a, granted, taker, progress) =
+            (setup.on("a"), object("old", 2, PredecessorEnd::Released), mover("a"), Progress::default());
+        let (from, to) = (a.get(&id("old")).unwrap(), a.get(&id("new")).unwrap());
+        let moving = Moving { from, to, granted: &granted, taker: &taker, progress: &progress };
+        let (source, size) = moving.take_source().unwrap();
+        let mut journal = moving.take_target(size).unwrap();
+        let before = setup.files("new");
+        // While it runs.
+        a.declare_lost(&[id(lost)].into());
+        let error = moving.copy(&source, &mut journal).unwrap_err();
+        assert!(
+            matches!(&error, MoveError::Copy { source: CopyError::Lost(pool), .. } if pool.as_str() == lost),
+            "{error}"
+        );
+        assert!(setup.files("new").iter().all(|name| before.contains(name) || name == "image.raw.moving.2"));
+        let copy = fs::metadata(setup.object_dir("new").join("image.raw.moving.2"));
+        assert!(copy.map_or(0, |copy| copy.blocks()) == 0, "{lost}: nothing is written");
+    }
 }
 
 #[test]

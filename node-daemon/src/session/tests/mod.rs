@@ -23,7 +23,6 @@ fn granted(epoch: u64) -> v1::Object {
         size_bytes: 64 << 20,
         must_exist: false,
         grant: Some(grant),
-        pool_capacity_bytes: None,
         grows_from_bytes: 0,
     }
 }
