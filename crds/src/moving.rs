@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::{Bytes, CommandId, Epoch, Incarnation, NodeId, PoolId, node::Holder};
 
 /// Of a whole object: a move that is under way is not replaced by another one.
-pub(crate) const ONE_MOVE_AT_A_TIME: &str = "(has(self.spec.move) == has(oldSelf.spec.move) && (!has(self.spec.move) || self.spec.move == oldSelf.spec.move)) || !has(self.spec.move) || !(has(self.status) && has(self.status.move) && self.status.move.state in ['Copying', 'Removing', 'Cancelling'])";
+pub(crate) const ONE_MOVE_AT_A_TIME: &str = "(has(self.spec.move) == has(oldSelf.spec.move) && (!has(self.spec.move) || self.spec.move == oldSelf.spec.move)) || !has(self.spec.move) || !(has(self.status) && has(self.status.move) && self.status.move.state in ['Copying', 'Removing', 'Cancelling', 'Clearing'])";
 
 /// One request to move an object. Taking it away cancels it, as long as the object is still where it was.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
@@ -73,8 +73,10 @@ pub enum MoveState {
     Copying,
     /// The object is in the new pool and may be used; the old copy is being removed.
     Removing,
-    /// The object stays where it is; what was copied is being removed.
+    /// The object stays where it is, and can be used once the copying has stopped.
     Cancelling,
+    /// The object is where it was and may be used; what was copied is being removed.
+    Clearing,
     Finished,
     Failed,
     Cancelled,
@@ -96,7 +98,8 @@ impl MoveStatus {
     /// The node that removes what is left over. It is not empty before that is done, though nothing gives it a right to
     /// the object any more.
     pub fn remover(&self) -> Option<Holder> {
-        let removes = matches!(self.state, MoveState::Removing | MoveState::Cancelling) && self.leftover.is_some();
+        let is_given_up = matches!(self.state, MoveState::Cancelling | MoveState::Clearing);
+        let removes = (is_given_up || self.state == MoveState::Removing) && self.leftover.is_some();
         let (node, incarnation) = (self.node.clone()?, self.incarnation?);
         removes.then(|| Holder { node, incarnation, epoch: self.epoch.unwrap_or_default(), idle: false })
     }

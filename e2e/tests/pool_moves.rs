@@ -47,6 +47,7 @@ const DAEMON: &[&str] = &[
     "move-copying",
     "move-synced",
     "move-named",
+    "copy-put-aside",
     "copy-image-removed",
     "copy-records-removed",
     "copy-removed",
@@ -146,14 +147,14 @@ async fn one_move(place: Arc<Place>) -> Result<()> {
     ensure!(place.sh("w", "cat /data/note /root/note").await? == "kept\nlayer");
     eventually("the old pool is empty", LIMIT, async || Ok(pools.uids(&here).is_empty().then_some(()))).await?;
 
-    // A deletion cancels it.
+    // A deletion cancels it, and does not wait for the copying to be rid of the object.
     place.kibo(&["workspace", "stop", "w"]).await?.ok()?;
     points.arm(&["move-copying"], Action::Wait)?;
     let back = json!({"spec": {"move": {"to": here, "requestId": "back"}}});
     place.api::<Volume>().patch("w", &PatchParams::default(), &Patch::Merge(&back)).await?;
     points.all_reached(&["move-copying"], LIMIT).await?;
     place.kibo(&["workspace", "delete", "w", "--no-wait"]).await?.ok()?;
-    let given_up = |it: &Volume| volume_move(it).is_some_and(|it| it.state == MoveState::Cancelling);
+    let given_up = |it: &Volume| volume_move(it).is_some_and(|it| it.state == MoveState::Clearing);
     place.watched(place.api::<Volume>(), "w", "is not moved any more", LIMIT.as_secs(), given_up).await?;
     points.clear()?;
     place.gone(place.api::<Workspace>(), "w", LIMIT.as_secs()).await?;

@@ -174,7 +174,8 @@ fn look<K: Movable>(seen: Option<&K>, request: &MoveRequest, subject: &Subject) 
     let message = moving.message.clone().unwrap_or_default();
     match moving.state {
         MoveState::Finished | MoveState::Removing => Ok(Look::Done(())),
-        MoveState::Failed | MoveState::Cancelled => {
+        // It stays where it was, and can be used there.
+        MoveState::Failed | MoveState::Cancelled | MoveState::Clearing => {
             let reason = moving.reason.as_deref().unwrap_or_default();
             let kind = match reason {
                 "PoolFull" => Kind::ResourceExhausted,

@@ -40,10 +40,25 @@ pub enum Standing {
     Held(Holder),
 }
 
-/// The grants are used up; it does not happen in a lifetime.
+/// Why there is no next grant.
 #[derive(Debug, thiserror::Error)]
-#[error("the epoch has reached its end")]
-pub struct EpochExhausted;
+pub enum NotGranted {
+    #[error("node {} holds it by the grant of epoch {}", .0.node, .0.epoch)]
+    Held(Holder),
+    /// It does not happen in a lifetime.
+    #[error("the epoch has reached its end")]
+    EpochExhausted,
+}
+
+impl NotGranted {
+    /// CamelCase.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Held(_) => "HolderConflict",
+            Self::EpochExhausted => "EpochExhausted",
+        }
+    }
+}
 
 /// A status with a use right.
 pub trait HasRight {
@@ -112,22 +127,22 @@ impl Right {
         Some(Self { epoch: self.epoch, holder: None, previous: Some(ended(holder, HolderEnd::PoolLost)) })
     }
 
-    /// The next grant, which the caller makes only where [`Right::standing`] says that it can.
+    /// The next grant; never over somebody whose word or end is not known.
     pub fn granted(
         &self,
         node: &NodeId,
         incarnation: Incarnation,
         void: impl Fn(&NodeId, Incarnation) -> Option<Void>,
-    ) -> Result<Self, EpochExhausted> {
+    ) -> Result<Self, NotGranted> {
+        if let Standing::Held(holder) = self.standing(&void) {
+            return Err(NotGranted::Held(holder));
+        }
         let previous = match &self.holder {
             Some(holder) if holder.idle => Some(ended(holder, HolderEnd::Released)),
-            Some(holder) => match void(&holder.node, holder.incarnation) {
-                Some(void) => Some(ended(holder, void.into())),
-                None => self.previous.clone(),
-            },
+            Some(holder) => void(&holder.node, holder.incarnation).map(|void| ended(holder, void.into())),
             None => self.previous.clone(),
         };
-        let epoch = self.epoch.unwrap_or_default().next().ok_or(EpochExhausted)?;
+        let epoch = self.epoch.unwrap_or_default().next().ok_or(NotGranted::EpochExhausted)?;
         let holder = Holder { node: node.clone(), incarnation, epoch, idle: false };
         Ok(Self { epoch: Some(epoch), holder: Some(holder), previous })
     }
@@ -233,6 +248,8 @@ mod tests {
     fn only_the_nodes_word_or_a_void_incarnation_ends_a_grant() {
         let held = first();
         assert!(matches!(held.standing(nothing_void), Standing::Held(_)));
+        let over_it = held.granted(&node("b"), Incarnation(5), nothing_void);
+        assert!(matches!(over_it, Err(NotGranted::Held(holder)) if holder.node == node("a")));
         assert_eq!(held.standing(isolated), Standing::Grantable);
         assert_eq!(held.released(&node("b"), Epoch(1), true), None, "another node's word");
         assert_eq!(held.released(&node("a"), Epoch(2), true), None, "another epoch");

@@ -304,7 +304,7 @@ impl<I: InstanceControl> Handler<I> {
             let result = node.pools.get(&granted.object.pool).and_then(|pool| match command {
                 Command::Delete => pool.delete(&granted, &deletion).map(|()| v1::ObjectUse::Released),
                 Command::ConfirmNotTaken => {
-                    pool.confirm_not_taken(&granted, |taker| node.is_here(&granted.object.uid, taker))
+                    pool.confirm_not_taken(&granted, |taker| node.is_here(&granted.object, taker))
                 }
             });
             if let Err(error) = &result {

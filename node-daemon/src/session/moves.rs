@@ -33,6 +33,8 @@ pub struct Moves {
 
 struct Running {
     epoch: Epoch,
+    /// Where the object is.
+    from: PoolId,
     progress: Arc<Progress>,
     /// Of the newest session that asked.
     outbox: Outbox,
@@ -57,8 +59,16 @@ impl Moves {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub fn is_running(&self, uid: &ObjectUid) -> bool {
-        self.lock().contains_key(uid)
+    /// Whether a move has to end before its grant can be closed in this pool. Where the object is it only reads: it is
+    /// told to stop, and nobody waits for one that hangs with the other pool.
+    pub fn holds(&self, uid: &ObjectUid, pool: &PoolId) -> bool {
+        match self.lock().get(uid) {
+            Some(running) if running.from == *pool => {
+                running.progress.stop();
+                false
+            }
+            running => running.is_some(),
+        }
     }
 
     /// Stops the move of an object up to this epoch, and returns when nothing of it runs any more.
@@ -94,7 +104,8 @@ impl Moves {
         }
         let progress = Arc::new(Progress::default());
         let epoch = order.granted.grant.epoch;
-        let new = Running { epoch, progress: Arc::clone(&progress), outbox: outbox.clone() };
+        let from = order.granted.object.pool.clone();
+        let new = Running { epoch, from, progress: Arc::clone(&progress), outbox: outbox.clone() };
         running.insert(order.granted.object.uid.clone(), new);
         Some(progress)
     }

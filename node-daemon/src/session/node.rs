@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use kibo_crds::{Incarnation, InstanceId, NodeId, ObjectUid, PoolId};
+use kibo_crds::{Incarnation, InstanceId, NodeId, PoolId};
 use kibo_protocol::v1;
 
 use super::{control::InstanceControl, moves::Moves, streams::OpenStreams};
@@ -14,7 +14,7 @@ use crate::{
     admission::Admission,
     config::Config,
     host::Host,
-    launch::Taker,
+    launch::{Object, Taker},
     pool::Pools,
     spool::EventSpool,
     state::{NodeState, StateDir, StateError},
@@ -109,10 +109,10 @@ impl<I: InstanceControl> Node<I> {
     }
 
     /// Whether whoever took an object is at work on this host.
-    pub(super) fn is_here(&self, object: &ObjectUid, taker: &Taker) -> bool {
+    pub(super) fn is_here(&self, object: &Object, taker: &Taker) -> bool {
         match taker.instance() {
             Some(instance) => self.is_listed(instance),
-            None => taker.is_move() && self.moves.is_running(object),
+            None => taker.is_move() && self.moves.holds(&object.uid, &object.pool),
         }
     }
 

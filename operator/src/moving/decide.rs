@@ -3,7 +3,8 @@
 //! A move is in one of three places. Before the commit (Copying) the object is in the old pool, and what lies in the new
 //! one is left over if it is given up. The commit is one guarded write of the object's status, which puts the object
 //! into the new pool; from then on (Removing) the old copy is what is left over. A move that is given up before
-//! (Cancelling) can never be committed, since the commit is decided on the stored Copying. `leftover` names the pool with
+//! (Cancelling) can never be committed, since the commit is decided on the stored Copying; once the copying node has let
+//! go, the object is free (Clearing), also while the pool that it was to go to hangs. `leftover` names the pool with
 //! bytes to be removed from the moment before they can exist to the moment after they are gone, so that nobody forgets
 //! them, whatever becomes of the node.
 
@@ -18,7 +19,7 @@ use kibo_protocol::v1;
 
 use super::heard::{Heard, Removal, Word};
 use crate::{
-    right::{Right, Standing, waits_for},
+    right::{NotGranted, Right, Standing, waits_for},
     workspace::sight::Cluster,
 };
 
@@ -75,6 +76,7 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
         MoveState::Pending => next.begin(&mut status),
         MoveState::Copying => next.copy(&mut status),
         MoveState::Cancelling => next.cancel(&mut status),
+        MoveState::Clearing => next.clear(&mut status),
         MoveState::Removing => next.remove(&mut status),
         MoveState::Finished | MoveState::Failed | MoveState::Cancelled => {}
     }
@@ -106,7 +108,8 @@ fn note(status: &mut MoveStatus, wait: &str) {
 
 fn plain(status: &MoveStatus) -> Option<String> {
     // Only what is given up has a reason of its own.
-    let message = status.message.as_deref().filter(|_| status.state == MoveState::Cancelling)?;
+    let is_given_up = matches!(status.state, MoveState::Cancelling | MoveState::Clearing);
+    let message = status.message.as_deref().filter(|_| is_given_up)?;
     Some(message.split_once(NOW).map_or(message, |(why, _)| why).to_owned())
 }
 
@@ -254,7 +257,9 @@ impl Next<'_> {
                 (status.reason, status.message) = (None, None);
                 self.decision.right = right;
             }
-            Err(error) => explain(status, "EpochExhausted", error.to_string()),
+            // Somebody uses it whom no grant of this move names: an older store was put back, and told of that since.
+            Err(error @ NotGranted::Held(_)) if !is_first => give_up(status, error.reason(), &error.to_string()),
+            Err(error) => explain(status, error.reason(), error.to_string()),
         }
     }
 
@@ -333,11 +338,17 @@ impl Next<'_> {
     }
 
     fn cancel(&mut self, status: &mut MoveStatus) {
-        if self.discard(status) {
+        // First, since the object can be used then: where it is, a move only reads.
+        if self.settle(status) {
             return;
         }
-        // Nothing copies any more: the object is free where it is.
-        if self.settle(status) {
+        status.message = plain(status);
+        status.state = MoveState::Clearing;
+        self.clear(status);
+    }
+
+    fn clear(&mut self, status: &mut MoveStatus) {
+        if self.discard(status) {
             return;
         }
         let reason = status.reason.clone().unwrap_or_default();
@@ -419,7 +430,7 @@ impl Next<'_> {
                     return false;
                 }
                 // What lies there was there before, and stood in the way of the copy: it stays, and the object is free.
-                Removal::NotOurs(_) if status.state == MoveState::Cancelling => {
+                Removal::NotOurs(_) if status.state == MoveState::Clearing => {
                     status.leftover = None;
                     return false;
                 }

@@ -372,7 +372,7 @@ fn a_failure_leaves_it_where_it_was_and_a_pool_that_is_away_is_waited_for() {
 fn one_that_removes_is_waited_for_and_why_it_was_given_up_is_kept() {
     let mut sim = Sim::new();
     sim.says = (v1::MoveState::Failed, v1::ObjectFailure::Io);
-    while sim.status.as_ref().is_none_or(|status| status.state != MoveState::Cancelling) {
+    while sim.status.as_ref().is_none_or(|status| status.state != MoveState::Clearing) {
         assert!(sim.round());
     }
     let pinned = sim.status.clone().unwrap();
@@ -396,6 +396,41 @@ fn one_that_removes_is_waited_for_and_why_it_was_given_up_is_kept() {
     assert!(decision.status.unwrap().message.unwrap().starts_with("node a: it cannot; now: waits for"));
     sim.facts.isolated.push(("a", 1));
     assert!(matches!(sim.look().action, Some(Action::Discard { node: it, .. }) if it == node("b")));
+}
+
+#[test]
+fn a_move_that_was_given_up_does_not_hold_the_object_while_the_other_pool_hangs() {
+    let mut sim = Sim::new();
+    while sim.status.as_ref().is_none_or(|status| status.state != MoveState::Copying) {
+        assert!(sim.round());
+    }
+    sim.request = None;
+    let mut given_up = sim.look();
+    (sim.status, sim.right) = (given_up.status.take(), given_up.right);
+    assert_eq!(sim.state(), MoveState::Cancelling);
+    let Some(Action::Settle { holder }) = sim.look().action else { panic!("the node lets go first") };
+    // What the node removes there it never says.
+    sim.settle(&holder);
+    let decision = sim.look();
+    assert!(matches!(&decision.action, Some(Action::Discard { pool: it, .. }) if *it == pool("new")));
+    let status = decision.status.unwrap();
+    assert!(status.state == MoveState::Clearing && !status.state.holds() && decision.right.holder.is_none());
+    assert_eq!(status.leftover, Some(pool("new")), "and it is not forgotten");
+}
+
+/// A store that was put back to the time of the copying, and told by a node who uses the object now.
+#[test]
+fn nothing_is_granted_over_somebody_whom_no_move_knows() {
+    let mut sim = Sim::new();
+    while sim.status.as_ref().is_none_or(|status| status.state != MoveState::Copying) {
+        assert!(sim.round());
+    }
+    let user = Holder { node: node("c"), incarnation: Incarnation(1), epoch: Epoch(9), idle: false };
+    sim.right = Right { epoch: Some(Epoch(9)), holder: Some(user.clone()), previous: None };
+    let decision = sim.look();
+    assert_eq!(decision.right.holder, Some(user), "it goes on");
+    let status = decision.status.unwrap();
+    assert_eq!((status.state, status.reason.as_deref()), (MoveState::Cancelling, Some("HolderConflict")));
 }
 
 /// Before anything used it there and before anything was removed here; afterwards the old copy may not be whole.

@@ -9,7 +9,7 @@ use kibo_crds::{
 use kube::ResourceExt as _;
 
 use super::{decide::Start, draft::Draft, launch::Amounts, sight::Cluster};
-use crate::right::{EpochExhausted, HasRight as _};
+use crate::right::{HasRight as _, NotGranted};
 
 /// Where a start goes.
 #[derive(Clone, Debug, PartialEq)]
@@ -29,7 +29,7 @@ pub fn workspace_status(
     amounts: Amounts,
     cluster: &dyn Cluster,
     now: Time,
-) -> Result<WorkspaceStatus, EpochExhausted> {
+) -> Result<WorkspaceStatus, NotGranted> {
     let mut draft = Draft::new(workspace, now.clone());
     let right = draft.status.right().granted(&place.node, place.incarnation, |node, inc| cluster.void(node, inc))?;
     draft.status.set_right(right);
@@ -63,7 +63,7 @@ pub fn volume_status(
     workspace: &Workspace,
     place: &Place,
     cluster: &dyn Cluster,
-) -> Result<VolumeStatus, EpochExhausted> {
+) -> Result<VolumeStatus, NotGranted> {
     let mut status = volume.status.clone().unwrap_or_default();
     let right = status.right().granted(&place.node, place.incarnation, |node, inc| cluster.void(node, inc))?;
     status.set_right(right);

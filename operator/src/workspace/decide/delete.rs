@@ -83,7 +83,7 @@ fn delete_layer(sight: &Sight<'_>, mut draft: Draft<'_>) -> Decision {
     match member {
         Some((node, incarnation)) => match right.granted(node, *incarnation, void) {
             Ok(right) => draft.status.set_right(right),
-            Err(error) => draft.wait_for(Wait::node("EpochExhausted", error.to_string())),
+            Err(error) => draft.wait_for(Wait::node(error.reason(), error.to_string())),
         },
         None if sight.cluster.is_settling() => {}
         None => {
