@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use kibo_crds::{Bytes, NodeId, PoolId};
+use kibo_crds::{Bytes, Incarnation, NodeId, PoolId};
 use tokio::sync::watch;
 
 use super::{fence, image, loss::Loss, marker};
@@ -31,6 +31,8 @@ pub struct PoolStatus {
     pub free: Option<Bytes>,
     /// By whatever is on the file system.
     pub used: Option<Bytes>,
+    /// The highest incarnation of this node that the pool says is dead.
+    pub own_mark: Option<Incarnation>,
 }
 
 impl PoolStatus {
@@ -40,7 +42,7 @@ impl PoolStatus {
     }
 
     fn unusable(uid: Option<String>, problem: Option<String>) -> Self {
-        Self { uid, problem, capacity: None, free: None, used: None }
+        Self { uid, problem, capacity: None, free: None, used: None, own_mark: None }
     }
 
     pub fn is_available(&self) -> bool {
@@ -130,10 +132,18 @@ fn look(path: &Path, id: &PoolId, node: &NodeId, pinned: &mut Option<String>) ->
     if problem.is_none() {
         problem = fence::sign_in(path, node).err().map(|error| format!("failed to write to the pool: {error}"));
     }
+    // One that cannot be read is told by the watch of the fence files.
+    let fence = fence::read(path, node).ok().flatten();
+    let own_mark = fence.and_then(|fence| fence.highest).map(|mark| mark.incarnation);
     match image::space(path) {
-        Ok(image::Space { free, used, capacity }) => {
-            PoolStatus { uid: Some(marker.uid), problem, capacity: Some(capacity), free: Some(free), used: Some(used) }
-        }
+        Ok(image::Space { free, used, capacity }) => PoolStatus {
+            uid: Some(marker.uid),
+            problem,
+            capacity: Some(capacity),
+            free: Some(free),
+            used: Some(used),
+            own_mark,
+        },
         Err(error) => {
             let problem = problem.unwrap_or_else(|| format!("the free space is unknown: {error}"));
             PoolStatus::unusable(Some(marker.uid), Some(problem))

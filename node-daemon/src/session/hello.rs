@@ -77,6 +77,7 @@ pub fn hello(facts: &Facts<'_>) -> v1::Hello {
         latest: facts.record.latest.clone().map(Into::into),
         home: facts.home.clone(),
         labels: facts.node.labels.clone().into_iter().collect(),
+        highest_mark: facts.pools.iter().filter_map(|pool| pool.status().own_mark).max().map(|mark| mark.0),
     }
 }
 

@@ -45,6 +45,8 @@ pub struct Hello {
     pub latest: Option<v1::Moment>,
     /// Names what the node has seen, should this control plane not know it.
     pub quarantine: String,
+    /// The highest incarnation of this node that one of its pools says is dead.
+    pub highest_mark: Option<Incarnation>,
 }
 
 /// An Instance that the node has.
@@ -99,6 +101,7 @@ impl TryFrom<v1::Hello> for Hello {
             highest_term: Term(hello.highest_term),
             latest: hello.latest.map(moment).transpose()?,
             quarantine,
+            highest_mark: hello.highest_mark.map(Incarnation),
         })
     }
 }
@@ -382,7 +385,8 @@ fn session_of(
                 "incarnation {incarnation} is over since {newest} began, and everything of it is void: destroy all Instances and come back without an incarnation"
             ),
         ),
-        None => match newest.next() {
+        // A life that a pool takes for dead could use nothing there: a control plane that was built anew counts from 1.
+        None => match newest.max(hello.highest_mark.unwrap_or_default()).next() {
             Some(incarnation) => Decision::Admit { incarnation, minted: true, replaces, adopts },
             None => refuse(Refusal::InvalidHello, "this node has used up its incarnations: use a new node id"),
         },

@@ -264,6 +264,21 @@ fn a_node_that_is_ahead_is_admitted_as_an_admin_says_and_for_this_accident_alone
 }
 
 #[test]
+fn a_new_life_is_above_every_one_that_a_pool_says_is_dead() {
+    let minted = |newest, mark: Option<u64>| {
+        let node = node(newest, None, |_| ());
+        match decide(&hello(None, |hello| hello.highest_mark = mark), observed(Some(&node))) {
+            Decision::Admit { incarnation, minted: true, .. } => incarnation.0,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(minted(None, None), 1);
+    assert_eq!(minted(None, Some(7)), 8, "the control plane was built anew");
+    assert_eq!(minted(Some(3), Some(7)), 8);
+    assert_eq!(minted(Some(9), Some(7)), 10);
+}
+
+#[test]
 fn a_hello_that_makes_no_sense_is_refused_with_the_part_that_does_not() {
     type Change = fn(&mut v1::Hello);
     let pool = |id: &str| v1::Pool { id: id.into(), uid: "u".into(), available: true, ..v1::Pool::default() };
