@@ -153,8 +153,11 @@ impl World {
     pub(crate) fn room_in(&self, node: &NodeId, pool: &PoolId) -> Option<Bytes> {
         let snapshot = self.ctx.registry.snapshot_of(node)?;
         let declared = snapshot.pools.iter().find(|declared| declared.id == *pool)?;
-        let starts = self.ledger.sums(|_| false).1.get(pool).copied().unwrap_or_default();
-        let layers = self.workspaces.project(|index| (index.promised_in(pool), index.pool(pool).allocated));
+        // Under the lock of the index: a promise that turns into an execution is counted once.
+        let (layers, starts) = self.workspaces.project(|index| {
+            let starts = self.ledger.sums(|instance| index.key_of(instance).is_some()).1;
+            ((index.promised_in(pool), index.pool(pool).allocated), starts.get(pool).copied().unwrap_or_default())
+        });
         let volumes = self.volumes.project(|index| (index.promised_in(pool), index.pool(pool).allocated));
         let less = |amount: Bytes, taken: [Bytes; 3]| taken.into_iter().fold(amount, Bytes::saturating_sub);
         let free = declared.free.map(|free| less(free, [layers.0, volumes.0, starts]));

@@ -54,15 +54,16 @@ impl Ledger {
         u32::try_from(count).unwrap_or(u32::MAX)
     }
 
-    /// Sums over all promises: by node, without those whose execution is stored and counts by itself; and by pool.
+    /// Sums over all promises by node and by pool, without those whose execution is stored: it counts by itself there, as
+    /// do its disks.
     pub fn sums(&self, is_stored: impl Fn(InstanceId) -> bool) -> (HashMap<NodeId, Used>, BTreeMap<PoolId, Bytes>) {
         let mut nodes: HashMap<NodeId, Used> = HashMap::new();
         let mut pools = BTreeMap::new();
         for (instance, promise) in &*self.lock() {
-            add_all(&mut pools, promise.pools.iter().map(|(pool, bytes)| (pool, *bytes)));
             if is_stored(*instance) {
                 continue;
             }
+            add_all(&mut pools, promise.pools.iter().map(|(pool, bytes)| (pool, *bytes)));
             let used = nodes.entry(promise.node.clone()).or_default();
             used.cpu.0 = used.cpu.0.saturating_add(promise.used.cpu.0);
             used.memory.0 = used.memory.0.saturating_add(promise.used.memory.0);
@@ -84,5 +85,26 @@ impl Drop for Reservation {
             self.ledger.nodes.touch(&promise.node);
         }
         self.ledger.room.notify_one();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_stored_counts_by_itself_and_is_not_promised_too() {
+        let ledger = Ledger::new(NodeIndex::default(), Arc::default());
+        let pool: PoolId = "p".parse().unwrap();
+        let promise = |mib| Promise {
+            node: "a".parse().unwrap(),
+            used: Used { instances: 1, ..Used::default() },
+            pools: vec![(pool.clone(), Bytes::mib(mib))],
+        };
+        let (stored, offered) = (InstanceId::generate(), InstanceId::generate());
+        let _held = [ledger.promise(stored, promise(8)), ledger.promise(offered, promise(1))];
+        let (nodes, pools) = ledger.sums(|instance| instance == stored);
+        assert_eq!(nodes[&"a".parse::<NodeId>().unwrap()].instances, 1);
+        assert_eq!(pools[&pool], Bytes::mib(1));
     }
 }
