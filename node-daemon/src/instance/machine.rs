@@ -170,8 +170,11 @@ impl State {
         }
     }
 
-    pub fn deadline(&self, bounds: &Bounds) -> Option<Duration> {
+    /// `stalled`: the guest stands still because its disk cannot be written, which is no fault of its own. It is told to
+    /// end all the same where that is wanted.
+    pub fn deadline(&self, bounds: &Bounds, stalled: bool) -> Option<Duration> {
         match self {
+            Self::Booting | Self::Configuring { .. } if stalled => None,
             Self::Booting => Some(bounds.boot),
             Self::Configuring { .. } => Some(bounds.configure),
             Self::Syncing { failed: true } => Some(bounds.sync_again),
@@ -189,7 +192,9 @@ impl State {
     /// Whether the time of the deadline counts from now, when `input` led to `next`. What else a guest says must not put
     /// it off: it could evade a forced stop for ever.
     pub fn begins_anew(&self, next: &Self, input: &Input) -> bool {
-        self != next || matches!(input, Input::TimedOut)
+        let goes_on = matches!(input, Input::Noticed(Kind::Resumed(_)));
+        let begins = matches!(self, Self::Booting | Self::Configuring { .. });
+        self != next || matches!(input, Input::TimedOut) || (begins && goes_on)
     }
 
     pub fn reported(&self) -> InstanceState {

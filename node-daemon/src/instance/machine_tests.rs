@@ -228,6 +228,19 @@ fn what_a_guest_says_again_puts_no_deadline_off() {
     }
 }
 
+#[test]
+fn a_guest_that_stands_still_for_its_disk_has_time_to_start_and_none_to_end() {
+    let bounds = Bounds::of(Accelerator::Kvm);
+    let resumed = Input::Noticed(Kind::Resumed(kibo_protocol::v1::Resumed {}));
+    for state in all_states() {
+        let starts = matches!(state, State::Booting | State::Configuring { .. });
+        let (runs, stalled) = (state.deadline(&bounds, false), state.deadline(&bounds, true));
+        assert_eq!(stalled, runs.filter(|_| !starts), "{state:?}");
+        let (next, _) = state.clone().step(resumed.clone());
+        assert_eq!(state.begins_anew(&next, &resumed), starts, "{state:?}");
+    }
+}
+
 /// Else the task would spin on a deadline that has passed.
 #[test]
 fn a_deadline_that_passed_begins_anew() {

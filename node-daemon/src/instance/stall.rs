@@ -11,7 +11,10 @@ use std::{
 use kibo_crds::{Bytes, PoolId};
 use kibo_protocol::v1::{PauseReason, Paused};
 
-use crate::pool::{Pools, Waiting};
+use crate::{
+    pool::{Pools, Waiting},
+    vmm::FailedDisk,
+};
 
 /// How often a stall is looked at.
 pub const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -65,8 +68,11 @@ pub enum Step {
 
 /// A guest that stands still, or was just told to go on.
 pub struct Stall {
+    /// As QEMU names it; empty: not known.
+    disk: String,
     pool: Option<PoolId>,
     is_full: bool,
+    /// Empty: not known.
     reason: String,
     tried: Instant,
     runs_since: Option<Instant>,
@@ -78,14 +84,25 @@ impl Stall {
     pub fn begin(disks: &DiskPools, disk: &str, is_full: bool, reason: &str, now: Instant) -> Self {
         let pool = disks.of(disk);
         let waiting = pool.as_ref().filter(|_| is_full).and_then(|pool| disks.wait_for(pool));
-        Self { pool, is_full, reason: reason.to_owned(), tried: now, runs_since: None, _waiting: waiting }
+        let (disk, reason) = (disk.to_owned(), reason.to_owned());
+        Self { disk, pool, is_full, reason, tried: now, runs_since: None, _waiting: waiting }
     }
 
-    /// An earlier daemon saw it begin: which disk it was is not known any more.
-    pub fn found(disks: &DiskPools, is_running: bool, now: Instant) -> Self {
-        let first = disks.disks.first().map(|(serial, _)| serial.clone()).unwrap_or_default();
-        let stall = Self::begin(disks, &first, true, "No space left on device", now);
-        Self { runs_since: is_running.then_some(now), ..stall }
+    /// It began while nobody listened.
+    pub fn found(disks: &DiskPools, failed: Option<&FailedDisk>, now: Instant) -> Self {
+        let (disk, is_full) = failed.map_or(("", false), |failed| (failed.disk.as_str(), failed.is_full));
+        Self::begin(disks, disk, is_full, "", now)
+    }
+
+    /// An earlier daemon saw it begin, and it runs now as far as is known.
+    pub fn survived(disks: &DiskPools, now: Instant) -> Self {
+        Self { runs_since: Some(now), ..Self::begin(disks, "", false, "", now) }
+    }
+
+    /// Whether it is because of that disk.
+    pub fn is_of(&self, failed: Option<&FailedDisk>) -> bool {
+        let own = self.disk.strip_suffix("-file").unwrap_or(&self.disk);
+        failed.is_some_and(|failed| (failed.disk.as_str(), failed.is_full) == (own, self.is_full))
     }
 
     /// The write failed once more.
@@ -113,10 +130,11 @@ impl Stall {
             );
             (PauseReason::DiskFull, message)
         } else {
+            let of = if pool.is_empty() { String::new() } else { format!(" in storage pool {pool}") };
+            let how = if self.reason.is_empty() { String::new() } else { format!(" ({})", self.reason) };
             let message = format!(
-                "a write to a disk in storage pool {pool} failed ({}): the guest stands still and has seen no error; the \
-                 write is tried again every {} s",
-                self.reason,
+                "a write to a disk{of} failed{how}: the guest stands still and has seen no error; the write is tried again \
+                 every {} s",
                 AGAIN.as_secs()
             );
             (PauseReason::DiskFailed, message)
@@ -154,6 +172,27 @@ mod tests {
             let decided = step(seconds(since_try), runs_for.map(seconds), free.map(Bytes::mib));
             assert_eq!(decided, expected, "{since_try} {runs_for:?} {free:?}");
         }
+    }
+
+    #[test]
+    fn what_an_earlier_daemon_saw_is_told_of_the_disk_that_qemu_names() {
+        let disks = vec![("layer".to_owned(), "a".parse().unwrap()), ("vol0".to_owned(), "b".parse().unwrap())];
+        let disks = DiskPools { pools: None, disks };
+        let now = Instant::now();
+        let failed = |disk: &str, is_full| FailedDisk { disk: disk.to_owned(), is_full };
+        let told = |failed: Option<&FailedDisk>| Stall::found(&disks, failed, now).message();
+        let full = told(Some(&failed("vol0", true)));
+        assert!(
+            full.reason() == PauseReason::DiskFull && full.message.starts_with("storage pool b is full"),
+            "{full:?}"
+        );
+        let broken = told(Some(&failed("vol0", false)));
+        assert!(broken.reason() == PauseReason::DiskFailed && broken.message.contains("pool b failed:"), "{broken:?}");
+        let unknown = told(None);
+        assert!(unknown.reason() == PauseReason::DiskFailed && unknown.message.contains("to a disk failed:"));
+        let begun = Stall::begin(&disks, "vol0-file", true, "No space left on device", now);
+        assert!(begun.is_of(Some(&failed("vol0", true))) && !begun.is_of(Some(&failed("layer", true))));
+        assert!(!Stall::survived(&disks, now).is_of(Some(&failed("vol0", true))) && !begun.is_of(None));
     }
 
     #[test]

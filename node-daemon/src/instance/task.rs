@@ -69,6 +69,8 @@ pub struct Task {
     /// An end of the entrypoint that was heard before that event is stored: told before it, it would say nothing to
     /// anybody.
     exited_meanwhile: Option<guest::EntrypointState>,
+    /// It was silent while it stood still.
+    silent: bool,
     timeline: Timeline,
 }
 
@@ -134,6 +136,7 @@ impl Task {
             boot_id: String::new(),
             storing: None,
             exited_meanwhile: None,
+            silent: false,
             timeline: Timeline::begin(),
         }
     }
@@ -162,7 +165,8 @@ impl Task {
                 let ending = ending.clone();
                 break self.release(ending).await;
             }
-            let deadline = self.state.deadline(&self.inner.deps.bounds).map(|bound| entered + bound);
+            let deadline =
+                self.state.deadline(&self.inner.deps.bounds, self.record.stalled).map(|bound| entered + bound);
             let input = tokio::select! {
                 biased;
                 input = self.inputs.receiver.recv() => input,
@@ -226,8 +230,12 @@ impl Task {
                 self.entrypoint_ended(&state).await;
                 return None;
             }
-            // It stands still, which was told.
-            GuestEvent::Unresponsive if self.record.stalled => return None,
+            // It stands still, which was told; what is to be said of it then is said when it goes on.
+            GuestEvent::Unresponsive if self.record.stalled => {
+                self.silent = true;
+                return None;
+            }
+            GuestEvent::Responsive if std::mem::take(&mut self.silent) => return None,
             GuestEvent::Unresponsive => Input::Noticed(Kind::GuestUnresponsive(protocol::GuestUnresponsive {})),
             GuestEvent::Responsive => Input::Noticed(Kind::GuestResponsive(protocol::GuestResponsive {})),
         })
@@ -310,6 +318,9 @@ impl Task {
         {
             tracing::warn!(instance = %self.launch.instance(), problem = problem.message, "a pause may be told twice");
             self.record.stalled = stalled;
+        }
+        if stalled == Some(false) && std::mem::take(&mut self.silent) {
+            self.try_tell(Kind::GuestUnresponsive(protocol::GuestUnresponsive {})).await;
         }
     }
 

@@ -180,7 +180,7 @@ async fn watch_control(
     published: watch::Sender<Option<Qmp>>,
     inputs: mpsc::UnboundedSender<Input>,
 ) {
-    let mut stall = was_stalled.then(|| Stall::found(&disks, true, Instant::now()));
+    let mut stall = was_stalled.then(|| Stall::survived(&disks, Instant::now()));
     loop {
         let connected = async { Qmp::connect(sockets.connect(CONTROL_SOCKET).await?).await }.await;
         match connected {
@@ -208,7 +208,9 @@ async fn listen_to(
         Ok(RunState::Shutdown) => report(Input::Off { by_guest: true, reason: "while the daemon was away".to_owned() }),
         Ok(RunState::GuestPanicked) => report(Input::Panicked),
         Ok(RunState::IoError) => {
-            let found = stall.get_or_insert_with(|| Stall::found(disks, false, Instant::now()));
+            let failed = qmp.failed_disk().await.ok().flatten();
+            let known = stall.take().filter(|stall| stall.is_of(failed.as_ref()));
+            let found = stall.insert(known.unwrap_or_else(|| Stall::found(disks, failed.as_ref(), Instant::now())));
             found.failed_again(Instant::now());
             report(Input::Noticed(Kind::Paused(found.message())));
         }

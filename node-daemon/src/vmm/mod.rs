@@ -31,7 +31,7 @@ pub use cgroup::{Cgroup, CgroupError, Cgroups, Limits};
 pub use command_line::{Acceleration, DiskShape};
 pub use launch::{LaunchArgs, LaunchError, launch};
 pub use process::{Exit, ProcessId, VmProcess, is_gone, list as list_processes, list_others, process_name};
-pub use qmp::{Qmp, QmpError, QmpEvent, RunState};
+pub use qmp::{FailedDisk, Qmp, QmpError, QmpEvent, RunState};
 pub use sockets::SocketDir;
 
 use command_line::{Descriptors, MachineShape, NetworkCard, TCG_CODE_MIB};

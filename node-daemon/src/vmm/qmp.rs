@@ -66,6 +66,14 @@ pub enum QmpEvent {
     Closed,
 }
 
+/// The disk that made QEMU pause the guest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FailedDisk {
+    /// Its serial.
+    pub disk: String,
+    pub is_full: bool,
+}
+
 /// How the guest is, by QEMU's `query-status`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunState {
@@ -139,6 +147,20 @@ impl Qmp {
             Some("io-error") => RunState::IoError,
             _ => RunState::Other,
         })
+    }
+
+    /// The disk that a guest is paused for.
+    pub async fn failed_disk(&self) -> Result<Option<FailedDisk>, QmpError> {
+        let disks = self.execute("query-block", json!({})).await?;
+        let failed = |disk: &Value| {
+            let is_full = match disk["io-status"].as_str()? {
+                "nospace" => true,
+                "failed" => false,
+                _ => return None,
+            };
+            Some(FailedDisk { disk: disk["inserted"]["node-name"].as_str()?.to_owned(), is_full })
+        };
+        Ok(disks.as_array().into_iter().flatten().find_map(failed))
     }
 
     /// Lets a paused guest go on.
@@ -284,6 +306,19 @@ mod tests {
         assert_eq!(state.unwrap(), RunState::Shutdown);
         let expected = QmpEvent::Shutdown { by_guest: true, reason: "guest-shutdown".to_owned() };
         assert_eq!(events.recv().await, Some(expected));
+    }
+
+    #[tokio::test]
+    async fn the_disk_that_failed_is_found() {
+        let (qmp, _events, mut lines, mut write) = pair().await;
+        let qemu = async {
+            let ask: Value = serde_json::from_str(&lines.next_line().await.unwrap().unwrap()).unwrap();
+            let disk = |node: &str, status: &str| json!({ "io-status": status, "inserted": { "node-name": node } });
+            let disks = [json!({ "device": "cd" }), disk("layer", "ok"), disk("vol0", "nospace")];
+            write.write_all(format!("{}\n", json!({ "return": disks, "id": ask["id"] })).as_bytes()).await.unwrap();
+        };
+        let (failed, ()) = tokio::join!(qmp.failed_disk(), qemu);
+        assert_eq!(failed.unwrap(), Some(FailedDisk { disk: "vol0".to_owned(), is_full: true }));
     }
 
     #[tokio::test]
