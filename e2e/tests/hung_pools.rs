@@ -4,13 +4,13 @@
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use kibo_crds::Workspace;
 use kibo_crds::node::{IsolationState, Node, NodeStatus};
 use kibo_crds::workspace::WorkspacePhase;
-use kibo_e2e::local::{Component, LocalPool};
+use kibo_e2e::local::{Component, LocalPool, ProcessId};
 use kibo_e2e::suite::failpoints::Failpoints;
 use kibo_e2e::suite::proxy::Proxy;
 use kibo_e2e::suite::{Place, STOP, Suite, condition, eventually, execution, phase_of, why};
@@ -29,6 +29,8 @@ fn main() -> ExitCode {
 const SOON: u64 = 60;
 /// From the return of the pool to the death of a guest.
 const BOUND: Duration = Duration::from_secs(5);
+/// A guest that runs uses some time in as long.
+const STILL: Duration = Duration::from_secs(1);
 /// The least that a daemon takes.
 const FREEZE_AFTER: u32 = 5;
 
@@ -60,11 +62,25 @@ async fn ends(place: &Place, daemon: &Component) -> Result<()> {
     eventually(&format!("{daemon} ends"), Duration::from_secs(SOON), gone).await
 }
 
-/// By the kernel's word.
-async fn stands_still(node: &str, instance: &str) -> Result<()> {
+/// It was told to, and its threads get no time any more. That the kernel calls the cgroup frozen cannot be waited for: a
+/// thread that hangs in the pool is not, and does nothing either.
+async fn stands_still(node: &str, instance: &str, vm: &ProcessId) -> Result<()> {
     let cgroup = Cgroups::open(Path::new("/sys/fs/cgroup"), node)?.instance(instance);
-    let is_frozen = async || Ok(cgroup.is_frozen().then_some(()));
-    eventually(&format!("{instance} stands still"), Duration::from_secs(SOON), is_frozen).await
+    let mut last: Option<(Instant, u64)> = None;
+    let is_still = || {
+        let looked = (|| -> Result<Option<()>> {
+            let stat = procfs::process::Process::new(vm.pid)?.stat()?;
+            let (at, ticks) = (Instant::now(), stat.utime + stat.stime);
+            let (since, known) = *last.get_or_insert((at, ticks));
+            if known != ticks || !cgroup.is_frozen() {
+                last = Some((at, ticks));
+                return Ok(None);
+            }
+            Ok((at - since >= STILL).then_some(()))
+        })();
+        std::future::ready(looked)
+    };
+    eventually(&format!("{instance} stands still"), Duration::from_secs(SOON), is_still).await
 }
 
 async fn hangs_and_returns(place: Arc<Place>) -> Result<()> {
@@ -86,7 +102,7 @@ async fn hangs_and_returns(place: Arc<Place>) -> Result<()> {
     shows_pool(&place, &node, "far", true).await?;
 
     remote.hang();
-    stands_still(&node, &instance).await?;
+    stands_still(&node, &instance, &vm).await?;
     let paused = place.workspace("w", "says that it stands still", SOON, is_paused).await?;
     let words = condition(&paused, "Paused").map(|it| it.message.clone()).unwrap_or_default();
     ensure!(words.contains("storage pool far"), "{words}");
@@ -109,7 +125,7 @@ async fn hangs_and_returns(place: Arc<Place>) -> Result<()> {
 
     // Who is stopped by force need not wait for its pool.
     remote.hang();
-    stands_still(&node, &instance).await?;
+    stands_still(&node, &instance, &vm).await?;
     place.power("w", json!({ "state": "Stopped", "stopMode": "Force", "requestId": "force" })).await?;
     place.workspace("w", "is being stopped", SOON, |it| phase_of(it) == Some(WorkspacePhase::Stopping)).await?;
     remote.go_on();
@@ -136,7 +152,7 @@ async fn given_away(place: Arc<Place>) -> Result<()> {
 
     proxy.cut();
     remote.hang();
-    stands_still(&first, &instance).await?;
+    stands_still(&first, &instance, &vm).await?;
     let is_alive = |status: &NodeStatus| status.session.as_ref().is_some_and(|session| session.alive);
     becomes(&place, &first, "has no session", |status| !is_alive(status)).await?;
     // Rightly: the other member sees that its count stands still.

@@ -25,6 +25,7 @@ fn main() -> ExitCode {
     Suite::with_everything()
         .operator_args(["--pool-audit-seconds=2", "--unreachable-seconds=4"])
         .test("a_full_pool_pauses_its_guests_and_they_go_on_when_there_is_space", full)
+        .test("a_pool_that_becomes_read_only_pauses_its_guests_and_loses_nothing_that_was_synced", read_only)
         .test("a_pool_whose_host_died_is_attached_to_another_and_one_that_is_gone_is_given_up", died_and_gone)
         .test("what_belongs_to_nobody_is_told_and_removed_only_when_its_owner_is_proven_deleted", unowned)
         .run()
@@ -101,6 +102,41 @@ async fn full(place: Arc<Place>) -> Result<()> {
     Ok(())
 }
 
+async fn read_only(place: Arc<Place>) -> Result<()> {
+    let disk = place.disk(2048 * MIB)?;
+    let node = place.node_with("1", "512Mi", |node| node.pools[0].path = disk.pool()).await?;
+    let (id, component) = (format!("local-{node}"), Component::Node(node.clone()));
+    place.create_workspace("w", json!({})).await?;
+    let vm = place.vm(&place.available("w").await?)?;
+    place.sh("w", "echo kept > /root/note; sync").await?;
+    place.sh("w", "setsid sh -c 'while :; do date >> /root/noise; sync; done' > /dev/null 2>&1 & sleep 0").await?;
+
+    disk.fail()?;
+    let paused = |it: &Workspace| {
+        let paused = condition(it, "Paused").filter(|it| it.reason == "DiskFailed");
+        paused.is_some_and(|it| it.message.contains(&format!("storage pool {id}")))
+    };
+    let workspace = place.workspace("w", "is paused", SOON, paused).await?;
+    ensure!(phase_of(&workspace) == Some(WorkspacePhase::Available) && vm.is_alive(), "{}", why(&workspace));
+    let reaches = |status: &StoragePoolStatus| status.members.iter().any(|member| member.available);
+    pool(&place, &id, "cannot be used", |status| !reaches(status)).await?;
+    // The daemon after this one hears from the VM which disk it is.
+    place.cluster().kill(&component).await?;
+    place.cluster().start(&component).await?;
+    place.workspace("w", "is still paused", SOON, paused).await?;
+
+    // Its end is recorded in the pool, which must be there for that.
+    place.power("w", json!({ "state": "Stopped", "stopMode": "Force", "requestId": "end" })).await?;
+    ensure!(vm.ended_within(Duration::from_secs(SOON)).await, "it goes on");
+    eventually("the disk is repaired", Duration::from_secs(SOON), async || disk.repair().map(Some)).await?;
+    place.phase("w", WorkspacePhase::Stopped, SOON).await?;
+    pool(&place, &id, "can be used", reaches).await?;
+    place.power("w", json!({ "state": "Running", "requestId": "again" })).await?;
+    place.available("w").await?;
+    ensure!(place.sh("w", "cat /root/note").await? == "kept");
+    Ok(())
+}
+
 /// The host is off: nothing of it runs any more.
 async fn host_dies(place: &Place, node: &str) -> Result<()> {
     place.cluster().kill(&Component::Node(node.to_owned())).await?;
@@ -154,7 +190,7 @@ async fn died_and_gone(place: Arc<Place>) -> Result<()> {
     place.workspace("w", "is lost", SOON, is_lost).await?;
     let lost = |it: &Volume| it.status.as_ref().is_some_and(|status| status.phase == Some(VolumePhase::Lost));
     place.watched(place.api::<Volume>(), "w", "is lost", SOON, lost).await?;
-    said(&place, &["workspace", "start", "w"], 1, "declared lost").await?;
+    said(&place, &["workspace", "start", "w"], 13, "declared lost").await?;
 
     // It comes back, and is neither used nor written to.
     let before = written(&dir)?;

@@ -14,7 +14,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use futures::future::try_join_all;
 use kibo_crds::workspace::WorkspacePhase;
-use kibo_crds::{Volume, Workspace};
+use kibo_crds::{MoveState, Volume, Workspace};
 use kibo_e2e::local::process::virtual_machines;
 use kibo_e2e::local::{Component, LocalPool};
 use kibo_e2e::suite::{Place, Suite, eventually, is_available, phase_of};
@@ -34,6 +34,9 @@ const NODES: usize = 3;
 /// Guests of one node at a time: with all of them at once two cores would do nothing but boot.
 const SLOTS: u32 = 2;
 const STORM: Duration = Duration::from_secs(60);
+/// Less than these is no storm: operations that the API took, and moves from one pool to the other that were finished.
+const FEWEST: usize = 2 * LANES;
+const FEWEST_MOVES: usize = 1;
 /// What is under way comes to its end.
 const CALM: u64 = 180;
 const POOLS: [&str; 2] = ["storm-a", "storm-b"];
@@ -57,17 +60,30 @@ async fn storm(place: Arc<Place>) -> Result<()> {
     let until = Instant::now() + number("KIBOTOS_STORM_SECONDS").map_or(STORM, Duration::from_secs);
     let lanes = (0..LANES).map(|number| {
         let random = StdRng::seed_from_u64(seed.wrapping_add(number as u64));
-        Lane { place: &place, name: format!("s{number}"), random, until, disks: BTreeMap::new(), tokens: 0, done: 0 }
+        Lane {
+            place: &place,
+            name: format!("s{number}"),
+            random,
+            until,
+            disks: BTreeMap::new(),
+            moved: BTreeSet::new(),
+            tokens: 0,
+            done: 0,
+        }
     });
     let chaos = chaos(&place, &nodes, StdRng::seed_from_u64(!seed), until);
     let (lanes, killed) = tokio::try_join!(try_join_all(lanes.map(Lane::live)), chaos)?;
+    let mut rested = Vec::with_capacity(LANES);
     let done: usize = lanes.iter().map(|lane| lane.done).sum();
-    eprintln!("{done} operations; killed: {killed:?}");
-    // A storm in which little happened proves little.
-    ensure!(done >= LANES && !killed.is_empty(), "that was no storm");
-    for lane in &lanes {
+    let mut moves = 0;
+    for mut lane in lanes {
         lane.comes_to_rest().await.with_context(|| lane.name.clone())?;
+        moves += lane.moved.len();
+        rested.push(lane);
     }
+    let lanes = rested;
+    eprintln!("{done} operations, {moves} moves; killed: {killed:?}");
+    ensure!(done >= FEWEST && moves >= FEWEST_MOVES && !killed.is_empty(), "that was no storm");
     agrees(&place, &pools, &nodes, &lanes).await?;
     place.api::<Workspace>().delete_collection(&DeleteParams::default(), &ListParams::default()).await?;
     for lane in &lanes {
@@ -146,6 +162,8 @@ struct Lane<'a> {
     until: Instant,
     /// By the path in the guest; of the Workspace that there is now.
     disks: BTreeMap<&'static str, Written>,
+    /// Requests of moves that were seen to be finished.
+    moved: BTreeSet<String>,
     tokens: u32,
     done: usize,
 }
@@ -169,6 +187,7 @@ impl Lane<'_> {
             self.disks.clear();
             return self.create().await;
         };
+        self.note(&workspace);
         let rests = matches!(phase_of(&workspace), Some(WorkspacePhase::Stopped | WorkspacePhase::Failed));
         if workspace.metadata.deletion_timestamp.is_some() {
             return self.changes(&workspace).await;
@@ -234,6 +253,15 @@ impl Lane<'_> {
         }
     }
 
+    /// A move that has put the layer into another pool.
+    fn note(&mut self, workspace: &Workspace) {
+        let moving = workspace.status.as_ref().and_then(|status| status.r#move.as_ref());
+        let done = moving.filter(|it| matches!(it.state, MoveState::Removing | MoveState::Finished));
+        if let Some(done) = done.filter(|it| it.from.as_ref().is_some_and(|from| *from != it.to)) {
+            self.moved.extend(done.request_id.as_ref().map(ToString::to_string));
+        }
+    }
+
     fn request(&mut self) -> String {
         format!("storm-{:016x}", self.random.random::<u64>())
     }
@@ -261,7 +289,7 @@ impl Lane<'_> {
     }
 
     /// Asks for a stop, as often as the rules want, and waits for it and for its moves.
-    async fn comes_to_rest(&self) -> Result<()> {
+    async fn comes_to_rest(&mut self) -> Result<()> {
         let api = self.place.api::<Workspace>();
         let limit = Duration::from_secs(CALM);
         eventually("a stop is taken, or it is gone", limit, async || match api.get_opt(&self.name).await? {
@@ -278,7 +306,8 @@ impl Lane<'_> {
             let is_still = status.execution.is_none() && status.r#move.is_none_or(|it| it.state.is_over());
             it.is_power_request_consumed() && is_still
         };
-        self.place.workspace(&self.name, "rests", CALM, rests).await?;
+        let workspace = self.place.workspace(&self.name, "rests", CALM, rests).await?;
+        self.note(&workspace);
         // That of an earlier Workspace of this name may be on its way out.
         eventually("its Volume rests", limit, async || {
             let volume = self.place.api::<Volume>().get_opt(&self.name).await?;

@@ -45,6 +45,21 @@ impl Disk {
     pub fn empty(&self) -> Result<()> {
         fs::remove_file(&self.filler).context("failed to free the disk")
     }
+
+    /// Makes its file system give up and become read-only, as one does that has found itself damaged.
+    pub fn fail(&self) -> Result<()> {
+        run(Command::new("mount").args(["-o", "remount,abort"]).arg(&self.mount))
+    }
+
+    /// Checks it and mounts it anew; an error as long as something of it is in use.
+    pub fn repair(&self) -> Result<()> {
+        run(Command::new("umount").arg(&self.mount))?;
+        let checked = Command::new("e2fsck").args(["-p", "-f"]).arg(&self.image).output()?;
+        let said = String::from_utf8_lossy(&checked.stdout).into_owned();
+        // 1: what was left undone was set right.
+        ensure!(matches!(checked.status.code(), Some(0 | 1)), "{}: {said}", self.image.display());
+        run(Command::new("mount").args(["-o", "loop"]).arg(&self.image).arg(&self.mount))
+    }
 }
 
 impl Drop for Disk {

@@ -320,9 +320,8 @@ fn kind_of(reason: &str) -> Kind {
         "ResourceExhausted" => Kind::ResourceExhausted,
         "Unavailable" | "NodeUnreachable" | "NodeRestarted" => Kind::Unavailable,
         "HolderUnreachable" | "HolderConflict" | "VolumeInUse" | "VolumeNameTaken" | "VolumeDeleting"
-        | "VolumeLost" | "VolumeOutOfReach" | "NoPoolMember" | "RunsElsewhere" | "NoExecution" | "Deleting" => {
-            Kind::FailedPrecondition
-        }
+        | "VolumeLost" | "StoragePoolLost" | "VolumeOutOfReach" | "NoPoolMember" | "RunsElsewhere" | "NoExecution"
+        | "Deleting" => Kind::FailedPrecondition,
         "Superseded" => Kind::Aborted,
         "InvalidAmounts" => Kind::InvalidArgument,
         reason if reason.ends_with("NotFound") => Kind::NotFound,
@@ -347,6 +346,13 @@ mod tests {
             "status": status,
         }))
         .unwrap()
+    }
+
+    #[test]
+    fn what_is_lost_or_out_of_reach_is_a_failed_precondition() {
+        for reason in ["StoragePoolLost", "VolumeLost", "VolumeOutOfReach", "HolderConflict"] {
+            assert_eq!(kind_of(reason), Kind::FailedPrecondition, "{reason}");
+        }
     }
 
     fn request(state: &str, id: &str) -> (Value, PowerRequest) {

@@ -1,4 +1,4 @@
-//! The size that is asked of a Volume, and one that was made for nobody.
+//! The size that is asked of a Volume, one that was made for nobody, and one in a pool that was lost.
 
 use kibo_crds::{Bytes, Epoch, Incarnation, NodeId, PoolId, volume::GrantedFor, volume::VolumeSpec};
 
@@ -7,6 +7,9 @@ use crate::node::Void;
 
 /// A pool that no node reaches, with so much left.
 struct Room(Bytes);
+
+/// The id of a pool that was declared lost.
+const LOST: &str = "lost";
 
 impl Cluster for Room {
     fn void(&self, _: &NodeId, _: Incarnation) -> Option<Void> {
@@ -37,8 +40,8 @@ impl Cluster for Room {
         Vec::new()
     }
 
-    fn is_lost(&self, _: &PoolId) -> bool {
-        false
+    fn is_lost(&self, pool: &PoolId) -> bool {
+        pool.as_str() == LOST
     }
 
     fn room_in(&self, _: &PoolId) -> Option<Bytes> {
@@ -132,4 +135,31 @@ fn a_volume_that_was_made_for_nobody_goes() {
     assert_eq!(action(&volume, Owner::Present { instance: None }), Action::Rest);
     volume.status.as_mut().unwrap().epoch = Some(Epoch(1));
     assert_eq!(action(&volume, Owner::Gone), Action::Rest, "it was granted: there may be data");
+}
+
+#[test]
+fn what_was_in_a_lost_pool_is_lost_and_goes_without_a_node() {
+    let look = |volume: &Volume| {
+        decide(&Sight {
+            volume,
+            bound_to: Owner::Gone,
+            granted_for: Owner::Gone,
+            created_for: Owner::Gone,
+            cluster: &Room(Bytes(0)),
+            now: Time(jiff::Timestamp::from_second(1).unwrap()),
+        })
+    };
+    let mut volume = asked(64);
+    let holder = Holder { node: "a".parse().unwrap(), incarnation: Incarnation(1), epoch: Epoch(3), idle: false };
+    let status = volume.status.as_mut().unwrap();
+    (status.pool, status.epoch, status.holder) = (LOST.parse().ok(), Some(Epoch(3)), Some(holder));
+    let status = *look(&volume).status.unwrap();
+    assert_eq!((status.phase, &status.holder, status.epoch), (Some(VolumePhase::Lost), &None, Some(Epoch(3))));
+    volume.status = Some(status);
+    volume.metadata.deletion_timestamp = Some(Time(jiff::Timestamp::from_second(1).unwrap()));
+    assert_eq!(look(&volume).action, Action::RemoveFinalizer);
+    // Where the pool is only out of reach, the image must be removed first.
+    let status = volume.status.as_mut().unwrap();
+    (status.pool, status.conditions) = ("p".parse().ok(), Vec::new());
+    assert_eq!(look(&volume).action, Action::Rest);
 }

@@ -122,3 +122,28 @@ fn what_the_node_did_not_start_is_placed_again() {
     let Action::Start(start) = decision.action else { panic!("{decision:?}") };
     assert!(matches!(start.demand.disks[0], crate::placement::Disk::New { .. }), "no pool holds it yet");
 }
+
+/// A Workspace whose layer was in a pool that was declared lost, while its node is away.
+#[test]
+fn what_was_in_a_lost_pool_has_failed_and_is_deleted_without_a_node() {
+    let facts = Facts { lost: vec![pool()], ..Facts::default() };
+    let mut stopped = executing(WorkspacePhase::Stopped);
+    stopped.status.as_mut().unwrap().execution = None;
+    stopped.spec.power = Some(request(PowerState::Running, "start"));
+    let decision = look(&stopped, &facts);
+    let failed = status(&decision);
+    assert_eq!((failed.phase, failed.reason.as_deref()), (Some(WorkspacePhase::Failed), Some("StoragePoolLost")));
+    assert_eq!((&failed.holder, failed.epoch), (&None, Some(Epoch(1))));
+    assert_eq!(failed.previous_holder.as_ref().unwrap().ended, kibo_crds::node::HolderEnd::PoolLost);
+    assert_eq!((failed.commands[0].result, decision.action.clone()), (CommandResult::Failed, Action::Rest));
+    let failed = stored(&stopped, &decision);
+    assert_eq!(look(&failed, &facts).outcome, Outcome::default(), "told once");
+
+    let mut deleted = failed;
+    deleted.metadata.deletion_timestamp = Some(at(99));
+    let decision = look(&deleted, &facts);
+    assert_eq!((status(&decision).writable_layer.clone(), decision.action), (None, Action::Bury));
+    // What runs keeps its execution: only its node or an isolation ends that.
+    let running = executing(WorkspacePhase::Available);
+    assert!(look(&running, &facts).outcome.status.is_none_or(|status| status.execution.is_some()));
+}
