@@ -5,7 +5,9 @@ mod fleet;
 mod memory;
 mod moving;
 mod start;
+mod storage;
 mod streams;
+mod takeover;
 mod ten;
 mod writes;
 
@@ -27,6 +29,10 @@ pub enum Figure {
     Writes,
     /// Bytes into and out of a guest, beside the bare virtio-serial channel
     Streams,
+    /// What a guest gets from its disk, beside the same guest under a bare QEMU
+    Storage,
+    /// From an isolation to AVAILABLE on another node, beside a bare boot
+    Takeover,
     /// An image from one storage pool to another, beside cp
     Move,
     /// 500 nodes that do nothing: how soon a new leader has them, and what they cost
@@ -43,6 +49,8 @@ impl Figure {
             Self::Memory => memory::measure(site).await,
             Self::Writes => writes::measure(site).await,
             Self::Streams => streams::measure(site).await,
+            Self::Storage => storage::measure(site).await,
+            Self::Takeover => takeover::measure(site).await,
             Self::Move => moving::measure(site).await,
             Self::Fleet => fleet::measure(site).await,
             Self::Decisions => decisions::measure(),

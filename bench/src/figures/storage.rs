@@ -1,0 +1,145 @@
+//! A disk as its guest sees it, beside the same guest under a bare QEMU.
+
+use anyhow::{Context as _, Result, bail, ensure};
+use kibo_guest_protocol::{
+    HostEvent, ProcessEnd,
+    v1::{EnvVar, Process},
+};
+use kibo_node_daemon::vmm::{Qemu, SocketDir};
+use serde_json::json;
+
+use crate::{
+    bare::{self, Bare, Guest},
+    report::{Aim, Section, ratio},
+    site::{Site, workspace},
+    spread::Spread,
+};
+
+const ROUNDS: usize = 3;
+const AIM: Aim = Aim::AtLeast(0.95);
+const WORKSPACE: &str = "storage";
+const MIB: f64 = 1_048_576.0;
+
+const EXPLAINED: &str = "\
+What a program in a guest gets from its Volume: 128 MiB one after the other, past the guest's page cache, and 4 KiB at random \
+places of the same file (reads after the guest's cache was emptied, writes with O_DSYNC, so that each is on the host's disk). \
+The same in a guest under a bare QEMU with an image on the same file system, without cgroup, sandbox and network, once as the \
+node opens it and once with native asynchronous I/O; the better one counts. Measured in turns, timed in the guest.";
+
+/// Something that is done with a file on the Volume.
+struct Load {
+    name: &'static str,
+    /// A shell line.
+    line: &'static str,
+    bytes: f64,
+}
+
+const LOADS: [Load; 4] = [
+    Load {
+        name: "sequential write",
+        line: "dd if=/dev/zero of=/data/file bs=1M count=128 oflag=direct conv=notrunc 2> /dev/null",
+        bytes: 128.0 * MIB,
+    },
+    Load {
+        name: "sequential read",
+        line: "dd if=/data/file of=/dev/null bs=1M iflag=direct 2> /dev/null",
+        bytes: 128.0 * MIB,
+    },
+    Load {
+        name: "4 KiB random write",
+        line: r#"perl -e 'sysopen F, "/data/file", 010001 or die; my $b = "x" x 4096; srand 1; for (1..1000) { sysseek F, 4096 * int rand 32768, 0; syswrite(F, $b) == 4096 or die }'"#,
+        bytes: 1000.0 * 4096.0,
+    },
+    Load {
+        name: "4 KiB random read",
+        line: r#"perl -e 'open F, "<:unix", "/data/file" or die; my $b; srand 2; for (1..4000) { sysseek F, 4096 * int rand 32768, 0; sysread(F, $b, 4096) == 4096 or die }'"#,
+        bytes: 4000.0 * 4096.0,
+    },
+];
+
+const PREPARE: &str = "dd if=/dev/urandom of=/data/file bs=1M count=128 conv=fsync 2> /dev/null";
+
+pub async fn measure(site: &Site) -> Result<Vec<Section>> {
+    let watch = site.watch().await?;
+    let volume = json!({ "volume": { "new": { "size": "1Gi" }, "mountPath": "/data" } });
+    site.apply(&[workspace(WORKSPACE, volume)]).await?;
+    watch.available(&[WORKSPACE.to_owned()]).await?;
+    let bare = Bare::new(site)?;
+    let (mut threads, mut native) = (bare.boot(true, |_, _| Ok(())).await?, bare.boot(true, native_io).await?);
+    in_workspace(site, PREPARE).await?;
+    in_guest(&mut threads, PREPARE).await?;
+    in_guest(&mut native, PREPARE).await?;
+
+    let header = ["", "median", "min", "max", "of bare QEMU", "aim", ""];
+    let mut section = Section::new("Storage", EXPLAINED, header);
+    for load in LOADS {
+        let (mut own, mut first, mut second) = (Vec::new(), Vec::new(), Vec::new());
+        let line = timed(load.line);
+        for _ in 0..ROUNDS {
+            own.push(load.rate(&in_workspace(site, &line).await?)?);
+            first.push(load.rate(&in_guest(&mut threads, &line).await?)?);
+            second.push(load.rate(&in_guest(&mut native, &line).await?)?);
+        }
+        let (own, first, second) = (Spread::of(own), Spread::of(first), Spread::of(second));
+        let share = own.median / first.median.max(second.median);
+        let show = |rate: f64| format!("{rate:.1} MiB/s");
+        section.row(&format!("bare QEMU, {}", load.name), first.cells(show));
+        section.row(&format!("the same, native I/O, {}", load.name), second.cells(show));
+        let cells = own.cells(show).into_iter().chain([ratio(share)]).chain(AIM.cells(share, ratio));
+        section.row(&format!("Workspace, {}", load.name), cells);
+    }
+    Ok(vec![section])
+}
+
+impl Load {
+    /// MiB in a second, from the nanoseconds that the guest counted.
+    fn rate(&self, nanos: &str) -> Result<f64> {
+        let nanos: f64 = nanos.trim().parse().with_context(|| format!("{}: the guest said {nanos:?}", self.name))?;
+        ensure!(nanos > 0.0, "{}: it took no time", self.name);
+        Ok(self.bytes / MIB / (nanos / 1e9))
+    }
+}
+
+/// The line with an empty cache, and how long it took.
+fn timed(line: &str) -> String {
+    format!(
+        "sync; echo 3 > /proc/sys/vm/drop_caches; b=$(date +%s%N); {line} || exit 1; e=$(date +%s%N); echo $((e - b))"
+    )
+}
+
+/// As fast as QEMU can be told to be with a file that is open for direct I/O.
+fn native_io(qemu: &mut Qemu, _: &SocketDir) -> Result<()> {
+    for argument in &mut qemu.arguments {
+        let text = argument.to_str().context("an argument of our own")?;
+        if text.contains("cache.direct=on") {
+            *argument = text.replace("aio=threads", "aio=native").into();
+        }
+    }
+    Ok(())
+}
+
+async fn in_workspace(site: &Site, line: &str) -> Result<String> {
+    let mut kibo = site.command(&site.cluster().programs().kibo());
+    kibo.args(["-n", crate::site::NAME, "workspace", "exec", WORKSPACE, "--", "sh", "-c", line]);
+    let ran = kibo.output().await.context("failed to run kibo")?;
+    ensure!(ran.status.success(), "{line}: {}", String::from_utf8_lossy(&ran.stderr));
+    Ok(String::from_utf8_lossy(&ran.stdout).into_owned())
+}
+
+/// Runs a shell line in a bare guest; what it printed.
+async fn in_guest(guest: &mut Guest, line: &str) -> Result<String> {
+    let argv = ["/bin/sh", "-c", line].map(str::to_owned).to_vec();
+    let path = EnvVar { name: "PATH".to_owned(), value: "/usr/sbin:/usr/bin:/sbin:/bin".to_owned() };
+    guest.connection.exec(Process { argv, env: vec![path], ..Process::default() }, false)?;
+    let mut said = Vec::new();
+    loop {
+        match bare::next(&mut guest.connection, &mut guest.stream).await? {
+            HostEvent::ExecEnded { end: ProcessEnd::Code(0), .. } => {
+                return Ok(String::from_utf8_lossy(&said).into_owned());
+            }
+            HostEvent::ExecEnded { end, .. } => bail!("{line}: {end:?}: {}", String::from_utf8_lossy(&said)),
+            HostEvent::Output { data, .. } => said.extend_from_slice(&data),
+            _ => {}
+        }
+    }
+}
