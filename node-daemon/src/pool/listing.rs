@@ -4,7 +4,7 @@ use std::{fs, io, os::unix::fs::MetadataExt as _, path::Path};
 
 use kibo_crds::{Bytes, ObjectUid};
 
-use super::{Pool, PoolError, marker, record_files};
+use super::{Pool, PoolError, image, marker, record_files};
 use crate::launch::{Grant, GrantedObject, Object, PredecessorEnd, Taker};
 
 /// A block as `st_blocks` counts it.
@@ -18,7 +18,7 @@ pub struct PoolEntry {
     pub uid: Option<ObjectUid>,
     /// What it occupies.
     pub used: Bytes,
-    /// A deletion of it was granted and has begun.
+    /// A deletion of it was granted and has begun; or it was never here, and only grants of it were refused.
     pub is_deleted: bool,
 }
 
@@ -82,7 +82,8 @@ fn entry(dir: &Path, name: String) -> io::Result<PoolEntry> {
     let uid = name.parse::<ObjectUid>().ok();
     // Records that cannot be read prove nothing.
     let records = uid.as_ref().and_then(|_| record_files::list(&path).ok()).unwrap_or_default();
-    Ok(PoolEntry { used: occupied(&path)?, is_deleted: records.is_deletion_begun(), uid, name })
+    let is_deleted = records.is_deletion_begun() || (records.are_refusals() && image::size(&path)?.is_none());
+    Ok(PoolEntry { used: occupied(&path)?, is_deleted, uid, name })
 }
 
 /// What a file or a directory with its files takes.

@@ -178,6 +178,12 @@ impl Records {
         self.0.values().any(|records| records.taken.as_ref().is_some_and(Record::is_deletion))
     }
 
+    /// Whether all that is recorded are grants that nobody took.
+    pub fn are_refusals(&self) -> bool {
+        let is_refusal = |records: &EpochRecords| records.taken.is_none() && records.refused.is_some();
+        !self.0.is_empty() && self.0.values().all(is_refusal)
+    }
+
     /// Whether whoever took the object by the right of `epoch` may still use it.
     pub fn hold(&self, epoch: Epoch, taker: &Taker) -> Hold {
         let nobody = Grant { epoch, predecessor: Epoch(0), predecessor_end: PredecessorEnd::Released };

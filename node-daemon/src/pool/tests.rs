@@ -459,3 +459,22 @@ fn records_that_cannot_be_are_each_refused() {
     fs::write(setup.object_dir().join("holder.01"), "").unwrap();
     setup.on("a").take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
 }
+
+#[test]
+fn where_an_object_was_only_refused_nothing_of_it_is_kept() {
+    let setup = Setup::new();
+    let pool = setup.on("a");
+    let granted = object(1, PredecessorEnd::None);
+    assert_eq!(pool.confirm_not_taken(&granted, |_| false).unwrap(), ObjectUse::Refused);
+    assert_eq!(setup.files(), ["holder.1.refused"]);
+    let entries = || pool.entries("", 10).unwrap().entries;
+    assert!(entries()[0].is_deleted, "it was never here");
+    pool.remove_unowned(&pool.marker_uid(), &granted.object.uid, &deletion("a")).unwrap();
+    assert_eq!(entries(), []);
+    // One that was here once has a disk, and that is somebody's until its deletion is on record.
+    let second = object(2, PredecessorEnd::Refused);
+    let taken = pool.take(&second, &taker("a")).unwrap();
+    pool.release(&taken.uid, taken.epoch).unwrap();
+    assert_eq!(pool.confirm_not_taken(&object(3, PredecessorEnd::Released), |_| false).unwrap(), ObjectUse::Refused);
+    assert!(!entries()[0].is_deleted);
+}
