@@ -221,12 +221,13 @@ async fn deny(place: Arc<Place>) -> Result<()> {
     ensure!(!outside.noted().contains_key("shut"), "{:?}", outside.noted());
 
     // It is changed while nothing runs, and counts from the next start.
-    let change =
-        place.kubectl(&["patch", "workspace", "shut", "--type=merge", "-p", r#"{"spec":{"network":null}}"#]).await?;
-    ensure!(change.code != 0 && change.stderr.contains("stop it first"), "{change:?}");
+    let open_up = ["workspace", "update", "shut", "--egress", "allow"];
+    let change = place.kibo(&open_up).await?;
+    ensure!(change.code == 13 && change.stderr.contains("stop it first"), "{change:?}");
     place.power("shut", json!({"state": "Stopped"})).await?;
     place.phase("shut", WorkspacePhase::Stopped, STOP).await?;
-    place.kubectl(&["patch", "workspace", "shut", "--type=merge", "-p", r#"{"spec":{"network":null}}"#]).await?.ok()?;
+    let changed = place.kibo(&open_up).await?.ok()?;
+    ensure!(changed.contains("counts from the next start"), "{changed}");
     place.power("shut", json!({"state": "Running"})).await?;
     place.available("shut").await?;
     let hello = place.sh("shut", &greeting(&outside.address.to_string(), ECHO)).await?;

@@ -89,20 +89,19 @@ pub struct Create {
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum Egress {
+pub(super) enum Egress {
     /// Everything that its host reaches
     Allow,
     /// Nothing: no default route, no DNS
     Deny,
 }
 
-impl From<Egress> for WorkspaceNetwork {
+impl From<Egress> for kibo_crds::workspace::Egress {
     fn from(choice: Egress) -> Self {
-        let egress = match choice {
-            Egress::Allow => kibo_crds::workspace::Egress::Allow,
-            Egress::Deny => kibo_crds::workspace::Egress::Deny,
-        };
-        Self { egress: Some(egress) }
+        match choice {
+            Egress::Allow => Self::Allow,
+            Egress::Deny => Self::Deny,
+        }
     }
 }
 
@@ -256,7 +255,7 @@ fn built(args: Create) -> Result<Workspace> {
         volume,
         power: None,
         node_selector: args.node_selector.into_iter().collect(),
-        network: args.egress.map(Into::into),
+        network: args.egress.map(|egress| WorkspaceNetwork { egress: Some(egress.into()) }),
         r#move: None,
         annotations: args.annotations.into_iter().collect(),
     };

@@ -50,7 +50,7 @@ pub enum Command {
     Stop(Stop),
     /// Stop a Workspace and start it on another node
     Move(relocate::Move),
-    /// Change what a stopped Workspace gets of CPU and memory at its next start
+    /// Change what a stopped Workspace gets of CPU, memory and network at its next start
     Update(update::Update),
     /// Make the writable layer of a stopped Workspace larger, from its next start on
     Resize(update::Resize),

@@ -3,13 +3,15 @@
 use clap::Args;
 use kibo_crds::{
     Bytes, CommandId, CommandRecord, CommandResult, CpuQuantity, MemoryQuantity, SizeQuantity, Template, Workspace,
-    digest, workspace::WritableLayer,
+    digest,
+    workspace::{WorkspaceNetwork, WritableLayer},
 };
 use serde_json::{Value, json};
 
 use super::{
     CommandArgs,
     change::{Facet, Target, Wanted},
+    create::Egress,
     power::fresh_id,
 };
 use crate::{
@@ -25,11 +27,14 @@ pub struct Update {
     #[arg(value_name = "WORKSPACE")]
     workspace: String,
     /// CPU of the next execution, in cores or millicores
-    #[arg(long, required_unless_present = "memory")]
+    #[arg(long, required_unless_present_any = ["memory", "egress"])]
     cpu: Option<CpuQuantity>,
     /// Memory of the next execution
     #[arg(long)]
     memory: Option<MemoryQuantity>,
+    /// What the guest reaches beyond its host at its next start
+    #[arg(long, value_enum, value_name = "WHAT")]
+    egress: Option<Egress>,
     /// Do it only if this is still the revision of its resources (revisions.resources in --json)
     #[arg(long, value_name = "N")]
     expected_revision: Option<u64>,
@@ -40,16 +45,30 @@ pub struct Update {
 pub async fn update(cluster: &Cluster, args: Update) -> Result<()> {
     let target = Target::find(cluster, &args.workspace).await?;
     let expected = args.expected_revision.map(|revision| (Facet::Resources, revision));
-    let written = target.change(expected, |workspace| Ok(resources(workspace, &args))).await?;
+    let written = target.change(expected, |workspace| Ok(wanted(workspace, &args))).await?;
     let done = match written {
         Some(_) => "updated; it counts from the next start",
-        None => "has these resources already",
+        None => "is so already",
     };
     target.finish(args.output.form(), done).await
 }
 
+/// What is to be replaced.
+fn wanted(workspace: &Workspace, args: &Update) -> Wanted {
+    let mut spec = serde_json::Map::new();
+    let resources = resources(workspace, args);
+    if !resources.is_empty() {
+        spec.insert("resources".into(), Value::Object(resources));
+    }
+    let own = workspace.spec.network.as_ref().and_then(|network| network.egress).unwrap_or_default();
+    if let Some(egress) = args.egress.map(Into::into).filter(|egress| *egress != own) {
+        spec.insert("network".into(), json!(WorkspaceNetwork { egress: Some(egress) }));
+    }
+    if spec.is_empty() { Wanted::Nothing } else { Wanted::Spec(Value::Object(spec)) }
+}
+
 /// What of the resources is to be replaced.
-fn resources(workspace: &Workspace, args: &Update) -> Wanted {
+fn resources(workspace: &Workspace, args: &Update) -> serde_json::Map<String, Value> {
     let own = workspace.spec.resources.clone().unwrap_or_default();
     let amount = |text: &Option<CpuQuantity>| text.as_ref().and_then(|it| it.amount().ok());
     let bytes = |text: &Option<MemoryQuantity>| text.as_ref().and_then(|it| it.amount().ok());
@@ -60,7 +79,7 @@ fn resources(workspace: &Workspace, args: &Update) -> Wanted {
     if args.memory.is_some() && bytes(&args.memory) != bytes(&own.memory) {
         changed.insert("memory".into(), json!(args.memory));
     }
-    if changed.is_empty() { Wanted::Nothing } else { Wanted::Spec(json!({ "resources": changed })) }
+    changed
 }
 
 #[derive(Args, Debug)]
@@ -268,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn resources_that_are_the_same_are_not_written() {
+    fn what_is_the_same_is_not_written() {
         use clap::Parser as _;
         let update = |args: &[&str]| {
             let line = [&["kibo", "workspace", "update", "dev"], args].concat();
@@ -278,12 +297,18 @@ mod tests {
             }
         };
         let spec = json!({ "resources": { "cpu": "1", "memory": "1Gi" } });
-        let changed = |args: &[&str]| match resources(&workspace(&spec, &json!({})), &update(args)) {
+        let written = |spec: &Value, args: &[&str]| match wanted(&workspace(spec, &json!({})), &update(args)) {
             Wanted::Nothing => None,
-            Wanted::Spec(spec) => Some(spec["resources"].clone()),
+            Wanted::Spec(spec) => Some(spec),
         };
+        let changed = |args: &[&str]| written(&spec, args).map(|spec| spec["resources"].clone());
         assert_eq!(changed(&["--cpu", "1000m", "--memory", "1024Mi"]), None);
         assert_eq!(changed(&["--cpu", "2", "--memory", "1Gi"]), Some(json!({ "cpu": "2" })));
         assert_eq!(changed(&["--memory", "2Gi"]), Some(json!({ "memory": "2Gi" })));
+        let deny = json!({ "network": { "egress": "Deny" } });
+        assert_eq!(written(&spec, &["--egress", "allow"]), None, "absent is allow");
+        assert_eq!(written(&spec, &["--egress", "deny"]), Some(deny.clone()));
+        assert_eq!(written(&deny, &["--egress", "deny"]), None);
+        assert_eq!(written(&deny, &["--egress", "allow"]), Some(json!({ "network": { "egress": "Allow" } })));
     }
 }
