@@ -20,6 +20,7 @@ use crate::phase::{self, OnConfigure, Phase, Ready};
 use crate::port::Port;
 use crate::power::{self, Act, Observed, Stage};
 use crate::request::{Entrypoint as EntrypointSpec, Request, failure};
+use crate::turn::Turn;
 use crate::wake::Wake;
 use crate::workload::entrypoint::Entrypoint;
 use crate::workload::streams::{self, Streams};
@@ -70,6 +71,9 @@ impl Agent {
     }
 
     pub fn run(mut self) -> ! {
+        if let Err(error) = Turn::Patient.take() {
+            eprintln!("kibo-guest-agent: failed to set its scheduling policy: {error}");
+        }
         loop {
             self.tick(Instant::now());
             self.send_log();
@@ -170,8 +174,8 @@ impl Agent {
 
     fn obey(&mut self, message: Kind) {
         match message {
-            // The connection keeps hellos to itself.
-            Kind::Hello(_) => {}
+            // The connection keeps hellos to itself, and gives the bytes of a run as input.
+            Kind::Hello(_) | Kind::StdinRun(_) => {}
             Kind::Configure(configure) => self.configure(configure),
             Kind::Ping(ping) => self.send(v1::Pong { id: ping.id, time_unix_nanos: unix_nanos() }),
             Kind::Sync(sync) => self.sync(sync.id),

@@ -20,6 +20,10 @@ const LONG_AFTER: Duration = Duration::from_secs(10);
 /// Above this much unsent output, nothing more is read from the workload.
 const CROWDED: usize = 512 * 1024;
 
+/// What is read in one round of the loop, more or less: the kernel gives a page at a time.
+const BYTES_OF_A_TURN: usize = 64 * 1024;
+const PAGE: usize = 4096;
+
 pub struct Port {
     fd: OwnedFd,
     pub connection: GuestConnection,
@@ -29,7 +33,7 @@ pub struct Port {
 
 impl Port {
     pub fn new(fd: OwnedFd) -> Self {
-        Self { fd, connection: GuestConnection::default(), hung_up_since: None, buffer: vec![0; 64 * 1024] }
+        Self { fd, connection: GuestConnection::default(), hung_up_since: None, buffer: vec![0; PAGE] }
     }
 
     /// What to poll for; `None` while hung up.
@@ -67,25 +71,36 @@ impl Port {
 
     /// Reads what is there into the connection. `true` when the host hung up.
     pub fn read(&mut self) -> bool {
-        let mut len = 0;
-        // The kernel gives a page at a time, which is too little for a whole round of the loop.
+        let mut read = 0;
         let hung_up = loop {
-            match rustix::io::read(&self.fd, &mut self.buffer[len..]) {
-                Ok(more) if more > 0 => len += more,
+            match self.read_piece() {
+                Ok(0) => break true,
+                Ok(len) => read += len,
                 Err(Errno::AGAIN) => break false,
                 Err(Errno::INTR) => {}
-                Ok(_) | Err(_) => break true,
+                Err(_) => break true,
             }
-            if len == self.buffer.len() {
+            if read >= BYTES_OF_A_TURN {
                 break false;
             }
         };
-        self.connection.receive(&self.buffer[..len]);
         if hung_up {
             self.hung_up_since = Some(Instant::now());
             self.connection.hang_up();
         }
         hung_up
+    }
+
+    /// Reads what the kernel gives at once, to where it belongs if that is known.
+    fn read_piece(&mut self) -> Result<usize, Errno> {
+        if let Some(room) = self.connection.room() {
+            let len = rustix::io::read(&self.fd, room)?;
+            self.connection.filled(len);
+            return Ok(len);
+        }
+        let len = rustix::io::read(&self.fd, &mut self.buffer)?;
+        self.connection.receive(&self.buffer[..len]);
+        Ok(len)
     }
 
     /// Writes as much as the host takes now.

@@ -81,6 +81,15 @@ pub fn decode<'a>(encoded: &[u8], buffer: &'a mut Vec<u8>) -> Option<&'a [u8]> {
     Some(&buffer[..write])
 }
 
+/// What comes after the zeros at the beginning.
+pub(crate) fn after_zeros(bytes: &[u8]) -> &[u8] {
+    let (words, _) = bytes.as_chunks::<WORD>();
+    let zeros = words.iter().take_while(|word| u64::from_ne_bytes(**word) == 0).count() * WORD;
+    let rest = &bytes[zeros..];
+    let more = rest.iter().take_while(|byte| **byte == 0).count();
+    &rest[more..]
+}
+
 /// Where the first zero is.
 pub(crate) fn find_zero(bytes: &[u8]) -> Option<usize> {
     let (words, rest) = bytes.as_chunks::<WORD>();
@@ -147,6 +156,15 @@ mod tests {
                 let mut bytes = vec![1; len];
                 bytes[at] = 0;
                 assert_eq!(find_zero(&bytes), Some(at), "of {len}");
+            }
+        }
+    }
+
+    #[test]
+    fn zeros_at_the_beginning_are_passed_over() {
+        for zeros in 0..40 {
+            for rest in [&b""[..], b"x", b"x\0", b"\x01\0\0\0\0\0\0\0\0\0"] {
+                assert_eq!(after_zeros(&[&vec![0; zeros], rest].concat()), rest, "after {zeros}");
             }
         }
     }

@@ -1,5 +1,6 @@
 use super::*;
-use crate::flow;
+use crate::flow::Width;
+use crate::frame::{self, Check};
 use crate::guest::{GuestConnection, GuestEvent};
 use proptest::prelude::*;
 
@@ -108,7 +109,7 @@ fn a_guest_that_ignores_its_window_is_cut_off() {
     let (mut host, mut guest) = connected();
     let stream = host.exec(process(), false).expect("short");
     let chunk = v1::OutputData { stream_id: stream.get(), output: Output::Stdout.into(), data: vec![1; MAX_CHUNK] };
-    for _ in 0..flow::INITIAL as usize / MAX_CHUNK {
+    for _ in 0..Width::NARROW.bytes() / MAX_CHUNK {
         guest.send(chunk.clone()).expect("short");
     }
     to_host(&mut guest, &mut host);
@@ -121,9 +122,9 @@ fn a_guest_that_ignores_its_window_is_cut_off() {
 fn standard_input_waits_for_credit() {
     let (mut host, mut guest) = connected();
     let stream = host.exec(process(), true).expect("short");
-    let data = vec![7; flow::INITIAL as usize + 10];
+    let data = vec![7; Width::NARROW.bytes() + 10];
     let taken = host.write_stdin(stream, &data);
-    assert_eq!(taken, flow::INITIAL as usize);
+    assert_eq!(taken, Width::NARROW.bytes());
     assert_eq!(host.write_stdin(stream, &data[taken..]), 0);
     guest.send(v1::StdinCredit { stream_id: stream.get(), bytes: 4 }).expect("short");
     to_host(&mut guest, &mut host);
@@ -252,22 +253,38 @@ fn checksums_are_such_as_both_ends_understand() {
 
 #[test]
 fn what_a_stream_printed_is_read_to_where_it_is_sent_from() {
-    let (mut host, mut guest) = connected();
-    let stream = host.exec(process(), false).expect("short");
-    for len in [0, 1, crate::MAX_CHUNK, 300, 0, crate::MAX_CHUNK] {
-        let fill = |room: &mut [u8]| {
-            room[..len].fill(u8::try_from(len % 251).unwrap());
-            len
-        };
-        guest.send_output(stream.get(), Output::Stdout, crate::MAX_CHUNK, fill).expect("a piece");
-        to_host(&mut guest, &mut host);
-        let events = host_events(&mut host);
-        if len == 0 {
-            assert_eq!(events, []);
-            continue;
+    for protocol in [0, 2, crate::PROTOCOL] {
+        let (mut host, mut guest) = connected_with(protocol);
+        let stream = host.exec(process(), false).expect("short");
+        for len in [0, 1, crate::MAX_CHUNK, 300, 0, crate::MAX_CHUNK] {
+            let fill = |room: &mut [u8]| {
+                room[..len].fill(u8::try_from(len % 251).unwrap());
+                len
+            };
+            guest.send_output(stream.get(), Output::Stdout, crate::MAX_CHUNK, fill).expect("a piece");
+            to_host(&mut guest, &mut host);
+            let events = host_events(&mut host);
+            if len == 0 {
+                assert_eq!(events, []);
+                continue;
+            }
+            let data = vec![u8::try_from(len % 251).unwrap(); len];
+            assert_eq!(events, [HostEvent::Output { stream, output: Output::Stdout, data }], "with {protocol}");
+            host.consumed(stream, Output::Stdout, len);
         }
-        let data = vec![u8::try_from(len % 251).unwrap(); len];
-        assert_eq!(events, [HostEvent::Output { stream, output: Output::Stdout, data }]);
-        host.consumed(stream, Output::Stdout, len);
     }
+}
+
+/// Connected, where both understand no more than `protocol`.
+fn connected_with(protocol: u32) -> (HostConnection, GuestConnection) {
+    let (mut host, mut guest) = (HostConnection::open(OLD, 0), GuestConnection::default());
+    host.hello.protocol = protocol;
+    host.wire.clear();
+    host.say_hello();
+    to_guest(&mut host, &mut guest);
+    guest_events(&mut guest);
+    guest.reply(v1::HelloReply { protocol, ..v1::HelloReply::default() });
+    to_host(&mut guest, &mut host);
+    host_events(&mut host);
+    (host, guest)
 }

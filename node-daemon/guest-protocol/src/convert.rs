@@ -42,8 +42,8 @@ macro_rules! wrapped {
     )*};
 }
 
-wrapped!(host_message::Kind: Hello, Configure, Ping, Sync, Shutdown, LogAck, Exec, StdinData, StdinClose, Signal, StreamCredit, Resize, Connect, Archive, Hangup);
+wrapped!(host_message::Kind: Hello, Configure, Ping, Sync, Shutdown, LogAck, Exec, StdinData, StdinClose, Signal, StreamCredit, Resize, Connect, Archive, Hangup, StdinRun);
 wrapped!(
     guest_message::Kind: HelloReply, ConfigureResult, Pong, SyncDone, ShuttingDown, LogData, EntrypointState, ExecStarted,
-    ExecFailed, ExecExited, OutputData, OutputClosed, StdinCredit,
+    ExecFailed, ExecExited, OutputData, OutputClosed, StdinCredit, OutputRun,
 );

@@ -1,40 +1,49 @@
-//! Credit windows. Each stream and direction starts with [`INITIAL`]; the reader grants again what it passed on, so a
+//! Credit windows. Each stream and direction starts with a [`Width`]; the reader grants again what it passed on, so a
 //! reader that stops makes its writer stop, and neither the other streams nor the buffers between notice.
 
 /// The bytes that may be sent before the first credit comes.
-pub const INITIAL: u32 = 256 * 1024;
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Width(u32);
 
-/// The writer's side.
-#[derive(Debug)]
-pub struct SendWindow(u32);
+impl Width {
+    /// Where one of the ends knows no runs.
+    pub const NARROW: Self = Self(256 * 1024);
+    /// Where both do: a credit is worth a whole run. With one CPU, each change between the two processes that pass bytes on
+    /// costs as much as many kilobytes.
+    pub const WIDE: Self = Self(1024 * 1024);
 
-impl Default for SendWindow {
-    fn default() -> Self {
-        Self::initial()
+    pub const fn bytes(self) -> usize {
+        self.0 as usize
     }
 }
 
+/// The writer's side.
+#[derive(Debug)]
+pub struct SendWindow {
+    open: u32,
+    width: Width,
+}
+
 impl SendWindow {
-    /// The window that a stream starts with.
-    pub const fn initial() -> Self {
-        Self(INITIAL)
+    pub const fn new(width: Width) -> Self {
+        Self { open: width.0, width }
     }
 
     /// How many bytes may be sent now.
     pub const fn available(&self) -> usize {
-        self.0 as usize
+        self.open as usize
     }
 
     /// Counts `len` bytes as sent; never more than [`Self::available`].
     pub fn sent(&mut self, len: usize) {
         debug_assert!(len <= self.available(), "the window was looked at before");
-        self.0 = self.0.saturating_sub(u32::try_from(len).unwrap_or(u32::MAX));
+        self.open = self.open.saturating_sub(u32::try_from(len).unwrap_or(u32::MAX));
     }
 
     /// The reader granted more. Never opens wider than at the start, so that a reader that grants without end cannot
     /// make the writer buffer without end.
     pub fn grant(&mut self, bytes: u32) {
-        self.0 = self.0.saturating_add(bytes).min(INITIAL);
+        self.open = self.open.saturating_add(bytes).min(self.width.0);
     }
 }
 
@@ -45,6 +54,7 @@ pub struct ReceiveWindow {
     open: u32,
     /// What was passed on and not granted again yet.
     consumed: u32,
+    width: Width,
 }
 
 /// The writer sent more than it was granted.
@@ -55,13 +65,11 @@ pub struct Overrun {
     pub open: u32,
 }
 
-impl Default for ReceiveWindow {
-    fn default() -> Self {
-        Self { open: INITIAL, consumed: 0 }
-    }
-}
-
 impl ReceiveWindow {
+    pub const fn new(width: Width) -> Self {
+        Self { open: width.0, consumed: 0, width }
+    }
+
     /// Counts `len` bytes as received.
     pub fn received(&mut self, len: usize) -> Result<(), Overrun> {
         let taken = u32::try_from(len).ok().and_then(|len| self.open.checked_sub(len));
@@ -71,9 +79,9 @@ impl ReceiveWindow {
 
     /// Counts `len` received bytes as passed on; says how much to grant, once it is worth a message.
     pub fn consumed(&mut self, len: usize) -> Option<u32> {
-        let outstanding = INITIAL - self.open - self.consumed;
+        let outstanding = self.width.0 - self.open - self.consumed;
         self.consumed += u32::try_from(len).unwrap_or(u32::MAX).min(outstanding);
-        if self.consumed < INITIAL / 4 {
+        if self.consumed < self.width.0 / 4 {
             return None;
         }
         let credit = std::mem::take(&mut self.consumed);
@@ -86,40 +94,50 @@ impl ReceiveWindow {
 mod tests {
     use super::*;
 
+    const WIDTHS: [Width; 2] = [Width::NARROW, Width::WIDE];
+
     #[test]
     fn what_is_consumed_is_granted_again() {
-        let (mut send, mut receive) = (SendWindow::default(), ReceiveWindow::default());
-        for _ in 0..100 {
-            let len = send.available().min(50_000);
-            send.sent(len);
-            receive.received(len).expect("within the window");
-            if let Some(credit) = receive.consumed(len) {
-                send.grant(credit);
+        for width in WIDTHS {
+            let (mut send, mut receive) = (SendWindow::new(width), ReceiveWindow::new(width));
+            for _ in 0..100 {
+                let len = send.available().min(50_000);
+                send.sent(len);
+                receive.received(len).expect("within the window");
+                if let Some(credit) = receive.consumed(len) {
+                    send.grant(credit);
+                }
             }
+            assert!(send.available() > width.bytes() / 2);
         }
-        assert!(send.available() > INITIAL as usize / 2);
     }
 
     #[test]
     fn a_window_never_opens_wider_than_at_the_start() {
-        let mut send = SendWindow::default();
-        send.sent(10);
-        send.grant(u32::MAX);
-        assert_eq!(send.available(), INITIAL as usize);
+        for width in WIDTHS {
+            let mut send = SendWindow::new(width);
+            send.sent(10);
+            send.grant(u32::MAX);
+            assert_eq!(send.available(), width.bytes());
+        }
     }
 
     #[test]
     fn a_writer_that_ignores_its_window_is_noticed() {
-        let mut receive = ReceiveWindow::default();
-        receive.received(INITIAL as usize).expect("exactly the window");
-        assert_eq!(receive.received(1), Err(Overrun { len: 1, open: 0 }));
+        for width in WIDTHS {
+            let mut receive = ReceiveWindow::new(width);
+            receive.received(width.bytes()).expect("exactly the window");
+            assert_eq!(receive.received(1), Err(Overrun { len: 1, open: 0 }));
+        }
     }
 
     #[test]
     fn consuming_more_than_was_received_grants_no_more_than_the_window() {
-        let mut receive = ReceiveWindow::default();
-        receive.received(INITIAL as usize / 2).expect("within the window");
-        assert_eq!(receive.consumed(usize::MAX), Some(INITIAL / 2));
-        assert_eq!(receive.open, INITIAL);
+        for width in WIDTHS {
+            let mut receive = ReceiveWindow::new(width);
+            receive.received(width.bytes() / 2).expect("within the window");
+            assert_eq!(receive.consumed(usize::MAX), Some(width.0 / 2));
+            assert_eq!(receive.open, width.0);
+        }
     }
 }

@@ -1,9 +1,15 @@
-//! Frames: `0`-terminated, byte-stuffed, each with a checksum and the nonce of its connection.
+//! Frames: `0`-terminated, byte-stuffed, each with a checksum and the nonce of its connection; and runs of raw bytes
+//! behind them.
 //!
 //! Plain form, before stuffing: direction and kind of checksum (1 byte), nonce (8, little endian), payload, checksum of all
 //! before it (little endian): CRC-32 (4 bytes), or, where both ends know it, the sums of [`crate::sum`] (8). A reader that
 //! starts in the middle, or finds half a frame of a connection that is gone, is back in step at the next 0; its memory is
 //! bounded by the longest legal frame whatever arrives.
+//!
+//! A run is as many bytes as the frame before it says, as they are. Whoever takes frames says how long the run behind each
+//! is, and must not believe a frame that is not of its own connection: half a run of a connection that is gone swallows
+//! what comes after it. So a host begins with as many zeros as the longest run has, which are empty frames otherwise, and
+//! believes nothing until its nonce comes back.
 
 use std::fmt;
 
@@ -136,10 +142,31 @@ pub(crate) fn seal_in_place(check: Check, plain: &mut [u8], len: usize, wire: &m
     wire.push_frame(&plain[..len + checksum]);
 }
 
+/// Takes what a [`Decoder`] finds.
+pub trait Take {
+    /// A whole frame; says how long the run is that follows it.
+    fn frame(&mut self, frame: Frame<'_>) -> usize;
+
+    /// Some of a run's bytes, in their order.
+    fn raw(&mut self, bytes: &[u8]);
+}
+
+/// For frames of which none announces a run.
+impl<F: FnMut(Frame<'_>)> Take for F {
+    fn frame(&mut self, frame: Frame<'_>) -> usize {
+        self(frame);
+        0
+    }
+
+    fn raw(&mut self, _: &[u8]) {}
+}
+
 /// Finds the frames of one direction in a byte stream.
 #[derive(Debug)]
 pub struct Decoder {
     direction: Direction,
+    /// What is still to come of a run.
+    run: usize,
     partial: Vec<u8>,
     /// Where a frame is decoded; kept for its memory.
     plain: Vec<u8>,
@@ -151,12 +178,18 @@ pub struct Decoder {
 impl Decoder {
     /// A decoder for frames that were written by `direction`.
     pub const fn new(direction: Direction) -> Self {
-        Self { direction, partial: Vec::new(), plain: Vec::new(), overlong: false, broken: 0 }
+        Self { direction, run: 0, partial: Vec::new(), plain: Vec::new(), overlong: false, broken: 0 }
     }
 
-    /// Takes bytes as they were read and hands each whole frame to `take`.
-    pub fn feed(&mut self, mut bytes: &[u8], mut take: impl FnMut(Frame<'_>)) {
-        while let Some(end) = cobs::find_zero(bytes) {
+    /// Takes bytes as they were read and hands each whole frame, and the bytes of runs, to `take`.
+    pub fn feed(&mut self, mut bytes: &[u8], mut take: impl Take) {
+        loop {
+            bytes = self.feed_run(bytes, &mut take);
+            // A host begins with very many empty frames.
+            if self.partial.is_empty() && !self.overlong {
+                bytes = cobs::after_zeros(bytes);
+            }
+            let Some(end) = cobs::find_zero(bytes) else { break };
             let (frame, rest) = (&bytes[..end], &bytes[end + 1..]);
             // One that lies there as a whole is not copied first.
             if self.partial.is_empty() && !self.overlong && frame.len() <= MAX_WIRE {
@@ -168,6 +201,26 @@ impl Decoder {
             bytes = rest;
         }
         self.push(bytes);
+    }
+
+    /// How many bytes are still to come of the run that began last.
+    pub const fn run(&self) -> usize {
+        self.run
+    }
+
+    /// Somebody else took so many bytes of the run.
+    pub fn skip(&mut self, len: usize) {
+        self.run = self.run.saturating_sub(len);
+    }
+
+    /// Gives the bytes of a run away; what is left.
+    fn feed_run<'a>(&mut self, bytes: &'a [u8], take: &mut impl Take) -> &'a [u8] {
+        let (run, rest) = bytes.split_at(self.run.min(bytes.len()));
+        if !run.is_empty() {
+            self.run -= run.len();
+            take.raw(run);
+        }
+        rest
     }
 
     /// How many pieces between delimiters were no frames.
@@ -184,7 +237,7 @@ impl Decoder {
         }
     }
 
-    fn finish(&mut self, take: &mut impl FnMut(Frame<'_>)) {
+    fn finish(&mut self, take: &mut impl Take) {
         let partial = std::mem::take(&mut self.partial);
         if std::mem::take(&mut self.overlong) {
             self.broken += 1;
@@ -196,12 +249,12 @@ impl Decoder {
     }
 
     /// Takes what stood between two delimiters. Two in a row are no loss: a connection starts with one.
-    fn decode(&mut self, wire: &[u8], take: &mut impl FnMut(Frame<'_>)) {
+    fn decode(&mut self, wire: &[u8], take: &mut impl Take) {
         if wire.is_empty() {
             return;
         }
         match cobs::decode(wire, &mut self.plain).and_then(|plain| parse(self.direction, plain)) {
-            Some(frame) => take(frame),
+            Some(frame) => self.run = take.frame(frame),
             None => self.broken += 1,
         }
     }

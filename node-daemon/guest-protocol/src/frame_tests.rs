@@ -13,7 +13,7 @@ fn wire(payload: &[u8]) -> Vec<u8> {
 
 fn decoded(decoder: &mut Decoder, bytes: &[u8]) -> Vec<Vec<u8>> {
     let mut payloads = Vec::new();
-    decoder.feed(bytes, |frame| payloads.push(frame.payload.to_vec()));
+    decoder.feed(bytes, |frame: Frame<'_>| payloads.push(frame.payload.to_vec()));
     payloads
 }
 
@@ -24,7 +24,7 @@ fn decoder() -> Decoder {
 #[test]
 fn a_frame_carries_its_nonce_and_payload() {
     let mut frames = Vec::new();
-    decoder().feed(&wire(b"payload"), |frame| frames.push((frame.nonce, frame.payload.to_vec())));
+    decoder().feed(&wire(b"payload"), |frame: Frame<'_>| frames.push((frame.nonce, frame.payload.to_vec())));
     assert_eq!(frames, [(NONCE, b"payload".to_vec())]);
 }
 

@@ -5,10 +5,12 @@ use std::collections::VecDeque;
 use prost::Message;
 use prost::encoding::{WireType, decode_key, decode_varint, encode_key, encode_varint, encoded_len_varint};
 
-use crate::frame::{DELIMITER, Decoder, Direction, Nonce, TooLong};
-use crate::host::{PREFIX, Wire};
+use crate::flow::Width;
+use crate::frame::{DELIMITER, Decoder, Direction, Frame, Nonce, Take, TooLong};
+use crate::run::Run;
 use crate::v1::{self, guest_message, host_message};
-use crate::{MAX_CHUNK, flow};
+use crate::wire::{PREFIX, Wire};
+use crate::{MAX_CHUNK, MAX_RUN};
 
 /// What the host said.
 #[derive(Clone, Debug, PartialEq)]
@@ -24,23 +26,26 @@ pub enum GuestEvent {
 pub struct GuestConnection {
     nonce: Option<Nonce>,
     decoder: Decoder,
+    said: Said,
     wire: Wire,
+}
+
+/// What the host said.
+#[derive(Debug, Default)]
+struct Said {
     events: VecDeque<GuestEvent>,
+    /// Input that was announced and is not all there yet.
+    run: Option<Run<v1::StdinRun>>,
     spare: Vec<Vec<u8>>,
 }
 
-/// Pieces whose memory is kept: as many as a window has.
-const SPARE: usize = flow::INITIAL as usize / MAX_CHUNK;
+/// Pieces whose memory is kept: as many runs as a window has.
+const SPARE: usize = Width::WIDE.bytes() / MAX_RUN;
 
 impl Default for GuestConnection {
     fn default() -> Self {
-        Self {
-            nonce: None,
-            decoder: Decoder::new(Direction::FromHost),
-            wire: Wire::default(),
-            events: VecDeque::new(),
-            spare: Vec::new(),
-        }
+        let decoder = Decoder::new(Direction::FromHost);
+        Self { nonce: None, decoder, said: Said::default(), wire: Wire::default() }
     }
 }
 
@@ -48,40 +53,31 @@ impl GuestConnection {
     /// Takes bytes as they were read from the port. What cannot be understood is dropped: the host may be newer, or may
     /// have died in the middle of a word.
     pub fn receive(&mut self, bytes: &[u8]) {
-        let Self { nonce: current, decoder, wire, events, spare } = self;
-        decoder.feed(bytes, |frame| {
-            let Some(kind) = decode(frame.payload, spare) else { return };
-            match kind {
-                host_message::Kind::Hello(hello) if hello.nonce != frame.nonce.get() => {}
-                host_message::Kind::Hello(hello) if *current == Some(frame.nonce) => {
-                    events.push_back(GuestEvent::HelloAgain(hello));
-                }
-                host_message::Kind::Hello(hello) => {
-                    *current = Some(frame.nonce);
-                    // Nothing that was meant for the old connection may reach the new one. A frame that was written in
-                    // part ends at the delimiter.
-                    events.clear();
-                    wire.clear();
-                    wire.outgoing.push(DELIMITER);
-                    wire.agree(hello.protocol);
-                    events.push_back(GuestEvent::Connected(hello));
-                }
-                kind if *current == Some(frame.nonce) => {
-                    events.push_back(GuestEvent::Message(Box::new(kind)));
-                }
-                _ => {}
-            }
-        });
+        let Self { nonce, decoder, said, wire } = self;
+        decoder.feed(bytes, Listener { nonce, said, wire });
+    }
+
+    /// Where the next bytes of the port belong, if that is known: to read them there spares a copy.
+    pub fn room(&mut self) -> Option<&mut [u8]> {
+        Some(self.said.run.as_mut()?.room())
+    }
+
+    /// So many bytes were read to [`Self::room`].
+    pub fn filled(&mut self, len: usize) {
+        self.decoder.skip(len);
+        self.said.filled(len);
     }
 
     pub fn next_event(&mut self) -> Option<GuestEvent> {
-        self.events.pop_front()
+        self.said.events.pop_front()
     }
 
     /// The host closed the port: nothing more is sent until the next hello.
     pub fn hang_up(&mut self) {
         self.nonce = None;
-        self.events.clear();
+        self.said.forget();
+        // All that the host had sent was read by now: what comes next is another one's.
+        self.decoder = Decoder::new(Direction::FromHost);
         self.wire.clear();
         // Half a frame that was written already must not swallow the next connection's first one; that one starts with
         // a delimiter of its own, see `receive`.
@@ -89,10 +85,9 @@ impl GuestConnection {
 
     /// Takes back the memory of input that was passed on: to ask for memory for each piece costs an emulated guest more
     /// than to copy it.
-    pub fn recycle(&mut self, mut data: Vec<u8>) {
-        if self.spare.len() < SPARE {
-            data.clear();
-            self.spare.push(data);
+    pub fn recycle(&mut self, data: Vec<u8>) {
+        if self.said.spare.len() < SPARE {
+            self.said.spare.push(data);
         }
     }
 
@@ -117,6 +112,16 @@ impl GuestConnection {
         self.wire.push(Direction::FromGuest, nonce, &message)
     }
 
+    /// How wide the windows of this connection's streams are.
+    pub const fn width(&self) -> Width {
+        self.wire.width()
+    }
+
+    /// The most that [`Self::send_output`] sends at once.
+    pub const fn longest_output(&self) -> usize {
+        if self.wire.takes_runs() { MAX_RUN } else { MAX_CHUNK }
+    }
+
     /// Queues what a stream printed, as [`Self::send`]: `read` is given room for so much, and says how much it filled. It
     /// is read to where it is sent from, since a copy costs an emulated guest as much as the reading.
     pub fn send_output(
@@ -131,7 +136,15 @@ impl GuestConnection {
             read(&mut vec![0; room]);
             return Ok(());
         };
-        self.wire.push_read((Direction::FromGuest, nonce), room, read, |len| output_prefix(stream_id, output, len))
+        let from = (Direction::FromGuest, nonce);
+        if self.wire.takes_runs() {
+            self.wire.push_run(from, room, read, |bytes, sum| {
+                let run = v1::OutputRun { stream_id, output: output.into(), bytes, sum };
+                v1::GuestMessage { kind: Some(guest_message::Kind::OutputRun(run)) }
+            });
+            return Ok(());
+        }
+        self.wire.push_read(from, room, read, |len| output_prefix(stream_id, output, len))
     }
 
     /// What is to be written to the port.
@@ -145,9 +158,85 @@ impl GuestConnection {
     }
 }
 
+impl Said {
+    /// What was said on a connection that is gone.
+    fn forget(&mut self) {
+        self.events.clear();
+        self.run = None;
+    }
+
+    /// A run begins; its length.
+    fn announced(&mut self, head: v1::StdinRun) -> usize {
+        let memory = self.spare.pop().unwrap_or_default();
+        self.run = Run::begin(head, head.bytes, head.sum, memory);
+        self.run.as_ref().map_or(0, Run::len)
+    }
+
+    /// So many bytes more of the run are there.
+    fn filled(&mut self, len: usize) {
+        let Some(mut run) = self.run.take() else { return };
+        run.filled(len);
+        if !run.is_whole() {
+            self.run = Some(run);
+            return;
+        }
+        let (v1::StdinRun { stream_id, .. }, data) = run.finish();
+        // Half a run of a host that died, and another one's zeros behind it. The stream cannot go on without the bytes.
+        let kind = data.map_or_else(
+            || v1::Hangup { stream_id }.into(),
+            |data| host_message::Kind::from(v1::StdinData { stream_id, data }),
+        );
+        self.events.push_back(GuestEvent::Message(Box::new(kind)));
+    }
+}
+
+/// Takes what is found in the bytes of the port.
+struct Listener<'a> {
+    nonce: &'a mut Option<Nonce>,
+    said: &'a mut Said,
+    wire: &'a mut Wire,
+}
+
+impl Take for Listener<'_> {
+    fn frame(&mut self, frame: Frame<'_>) -> usize {
+        let Some(kind) = decode(frame.payload, &mut self.said.spare) else { return 0 };
+        let is_current = *self.nonce == Some(frame.nonce);
+        let event = match kind {
+            host_message::Kind::Hello(hello) if hello.nonce != frame.nonce.get() => return 0,
+            host_message::Kind::Hello(hello) if is_current => GuestEvent::HelloAgain(hello),
+            host_message::Kind::Hello(hello) => {
+                *self.nonce = Some(frame.nonce);
+                // Nothing that was meant for the old connection may reach the new one. A frame that was written in
+                // part ends at the delimiter.
+                self.said.forget();
+                self.wire.clear();
+                self.wire.outgoing.push(DELIMITER);
+                self.wire.agree(hello.protocol);
+                GuestEvent::Connected(hello)
+            }
+            host_message::Kind::StdinRun(head) if is_current && self.wire.takes_runs() => {
+                return self.said.announced(head);
+            }
+            host_message::Kind::StdinRun(_) => return 0,
+            kind if is_current => GuestEvent::Message(Box::new(kind)),
+            _ => return 0,
+        };
+        self.said.events.push_back(event);
+        0
+    }
+
+    fn raw(&mut self, bytes: &[u8]) {
+        if let Some(run) = &mut self.said.run {
+            run.room()[..bytes.len()].copy_from_slice(bytes);
+            self.said.filled(bytes.len());
+        }
+    }
+}
+
 fn decode(payload: &[u8], spare: &mut Vec<Vec<u8>>) -> Option<host_message::Kind> {
     if let Some((stream_id, bytes)) = stdin_data(payload) {
         let mut data = spare.pop().unwrap_or_default();
+        data.clear();
         data.extend_from_slice(bytes);
         return Some(v1::StdinData { stream_id, data }.into());
     }

@@ -7,11 +7,12 @@ use std::collections::{HashMap, VecDeque};
 
 use prost::Message;
 
-use crate::flow::{Overrun, ReceiveWindow, SendWindow};
-use crate::frame::{self, Check, DELIMITER, Decoder, Direction, Nonce, TooLong};
-use crate::outgoing::Outgoing;
+use crate::flow::{Overrun, ReceiveWindow, SendWindow, Width};
+use crate::frame::{DELIMITER, Decoder, Direction, Frame, Nonce, Take, TooLong};
+use crate::run::Run;
 use crate::v1::{self, Output, archive, guest_message, host_message};
-use crate::{MAX_CHUNK, PROTOCOL, ProcessEnd, WITH_SUMS};
+use crate::wire::Wire;
+use crate::{MAX_CHUNK, MAX_RUN, PROTOCOL, ProcessEnd};
 
 /// Names a stream within its connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -68,6 +69,10 @@ pub enum Violation {
     Window { stream: u32, overrun: Overrun },
     #[error("the guest's message about stream {stream} is not complete")]
     Incomplete { stream: u32 },
+    #[error("the guest announced {len} bytes of stream {stream} as one run, which has 1 to {MAX_RUN}")]
+    Run { stream: u32, len: u32 },
+    #[error("the guest sent other bytes of stream {stream} than it announced")]
+    Damaged { stream: u32 },
 }
 
 /// One connection to a guest, from its hello to the loss of the port.
@@ -79,13 +84,15 @@ pub struct HostConnection {
     /// What the agent understands, see [`v1::HelloReply`].
     protocol: u32,
     decoder: Decoder,
+    /// Output that was announced and is not all there yet.
+    run: Option<Run<v1::OutputRun>>,
     wire: Wire,
     events: VecDeque<HostEvent>,
     streams: HashMap<StreamId, Stream>,
     next_stream: u32,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Stream {
     stdin: SendWindow,
     stdin_open: bool,
@@ -95,6 +102,11 @@ struct Stream {
 }
 
 impl Stream {
+    const fn new(width: Width, stdin_open: bool) -> Self {
+        let (stdout, stderr) = (ReceiveWindow::new(width), ReceiveWindow::new(width));
+        Self { stdin: SendWindow::new(width), stdin_open, stdout, stderr, abandoned: false }
+    }
+
     fn window(&mut self, output: Output) -> Option<&mut ReceiveWindow> {
         match output {
             Output::Stdout => Some(&mut self.stdout),
@@ -105,8 +117,9 @@ impl Stream {
 }
 
 impl HostConnection {
-    /// Opens a connection: the delimiter and the hello are ready to be written. `nonce` is random and fresh, `log_offset`
-    /// the first byte of the log that the daemon does not have.
+    /// Opens a connection: the hello is ready to be written, behind delimiters that make up for a run that a daemon which
+    /// is gone may have left half sent. `nonce` is random and fresh, `log_offset` the first byte of the log that the
+    /// daemon does not have.
     pub fn open(nonce: Nonce, log_offset: u64) -> Self {
         let daemon_version = env!("CARGO_PKG_VERSION").to_owned();
         let hello = v1::Hello { nonce: nonce.get(), log_offset, daemon_version, protocol: PROTOCOL };
@@ -116,11 +129,13 @@ impl HostConnection {
             connected: false,
             protocol: 0,
             decoder: Decoder::new(Direction::FromGuest),
+            run: None,
             wire: Wire::default(),
             events: VecDeque::new(),
             streams: HashMap::new(),
             next_stream: 1,
         };
+        connection.wire.outgoing.push_delimiters(MAX_RUN);
         connection.say_hello();
         connection
     }
@@ -154,20 +169,12 @@ impl HostConnection {
 
     /// Takes bytes as they were read from the port; then take the events until there are no more.
     pub fn receive(&mut self, bytes: &[u8]) -> Result<(), Violation> {
-        let mut messages = Vec::new();
-        let nonce = self.nonce;
-        self.decoder.feed(bytes, |frame| {
-            if frame.nonce == nonce {
-                messages.push(v1::GuestMessage::decode(frame.payload));
-            }
-        });
-        for message in messages {
-            // A kind that this version does not know is none for it.
-            if let Some(kind) = message.map_err(Violation::Unreadable)?.kind {
-                self.take(kind)?;
-            }
-        }
-        Ok(())
+        let mut decoder = std::mem::replace(&mut self.decoder, Decoder::new(Direction::FromGuest));
+        let mut listener = Listener { connection: self, heard: Ok(()) };
+        decoder.feed(bytes, &mut listener);
+        let heard = listener.heard;
+        self.decoder = decoder;
+        heard
     }
 
     pub fn next_event(&mut self) -> Option<HostEvent> {
@@ -219,7 +226,7 @@ impl HostConnection {
         let stream = StreamId(self.next_stream);
         self.push(message(stream.0))?;
         self.next_stream += 1;
-        self.streams.insert(stream, Stream { stdin_open, ..Stream::default() });
+        self.streams.insert(stream, Stream::new(self.wire.width(), stdin_open));
         Ok(stream)
     }
 
@@ -239,8 +246,14 @@ impl HostConnection {
     /// [`HostEvent::StdinWritable`].
     pub fn write_stdin(&mut self, stream: StreamId, data: &[u8]) -> usize {
         let len = data.len().min(self.stdin_room(stream));
-        for chunk in data[..len].chunks(MAX_CHUNK) {
-            self.push_small(v1::StdinData { stream_id: stream.0, data: chunk.to_vec() });
+        if self.wire.takes_runs() {
+            for chunk in data[..len].chunks(MAX_RUN) {
+                self.push_run(stream, chunk);
+            }
+        } else {
+            for chunk in data[..len].chunks(MAX_CHUNK) {
+                self.push_small(v1::StdinData { stream_id: stream.0, data: chunk.to_vec() });
+            }
         }
         if let Some(state) = self.streams.get_mut(&stream) {
             state.stdin.sent(len);
@@ -310,7 +323,8 @@ impl HostConnection {
             return Ok(());
         }
         let event = match kind {
-            guest_message::Kind::HelloReply(_) => None,
+            // The bytes of a run come by themselves, see `heard`.
+            guest_message::Kind::HelloReply(_) | guest_message::Kind::OutputRun(_) => None,
             guest_message::Kind::ConfigureResult(result) => Some(HostEvent::ConfigureResult(result)),
             guest_message::Kind::Pong(pong) => Some(HostEvent::Pong(pong)),
             guest_message::Kind::SyncDone(done) => Some(HostEvent::SyncDone(done)),
@@ -383,6 +397,49 @@ impl HostConnection {
         (state.stdin_open && !state.abandoned).then_some(HostEvent::StdinWritable { stream })
     }
 
+    fn push_run(&mut self, stream: StreamId, bytes: &[u8]) {
+        let copy = |room: &mut [u8]| {
+            room.copy_from_slice(bytes);
+            bytes.len()
+        };
+        self.wire.push_run((Direction::FromHost, self.nonce), bytes.len(), copy, |bytes, sum| {
+            let run = v1::StdinRun { stream_id: stream.0, bytes, sum };
+            v1::HostMessage { kind: Some(host_message::Kind::StdinRun(run)) }
+        });
+    }
+
+    /// The length of the run that follows a frame. Runs are sent only to who asked for them, and only over the
+    /// connection that is theirs: what anybody else says of them is no announcement.
+    fn heard(&mut self, frame: &Frame<'_>) -> Result<usize, Violation> {
+        if frame.nonce != self.nonce {
+            return Ok(0);
+        }
+        match v1::GuestMessage::decode(frame.payload).map_err(Violation::Unreadable)?.kind {
+            Some(guest_message::Kind::OutputRun(head)) if self.connected && self.wire.takes_runs() => {
+                let refused = Violation::Run { stream: head.stream_id, len: head.bytes };
+                let run = Run::begin(head, head.bytes, head.sum, Vec::new()).ok_or(refused)?;
+                Ok(self.run.insert(run).len())
+            }
+            Some(kind) => self.take(kind).map(|()| 0),
+            // A kind that this version does not know is none for it.
+            None => Ok(0),
+        }
+    }
+
+    fn heard_raw(&mut self, bytes: &[u8]) -> Result<(), Violation> {
+        let Some(mut run) = self.run.take() else { return Ok(()) };
+        run.push(bytes);
+        if !run.is_whole() {
+            self.run = Some(run);
+            return Ok(());
+        }
+        let (v1::OutputRun { stream_id, output, .. }, data) = run.finish();
+        let data = data.ok_or(Violation::Damaged { stream: stream_id })?;
+        let event = self.output(v1::OutputData { stream_id, output, data })?;
+        self.events.extend(event);
+        Ok(())
+    }
+
     fn push(&mut self, message: impl Into<host_message::Kind>) -> Result<(), TooLong> {
         let message = v1::HostMessage { kind: Some(message.into()) };
         self.wire.push(Direction::FromHost, self.nonce, &message)
@@ -393,74 +450,29 @@ impl HostConnection {
     }
 }
 
-/// Frames on their way to the port.
-#[derive(Debug, Default)]
-pub(crate) struct Wire {
-    pub(crate) outgoing: Outgoing,
-    /// Where frames are put together, kept so that its memory is not asked for again and again.
-    plain: Vec<u8>,
-    /// Where what is sent is read to.
-    read: Vec<u8>,
-    check: Check,
+/// Takes what is found in the bytes of the port, up to the first violation.
+struct Listener<'a> {
+    connection: &'a mut HostConnection,
+    heard: Result<(), Violation>,
 }
 
-impl Wire {
-    /// From here on frames are such as the other side understands.
-    pub(crate) fn agree(&mut self, protocol: u32) {
-        self.check = if protocol >= WITH_SUMS { Check::Sum } else { Check::Crc };
-    }
-
-    pub(crate) fn push(&mut self, from: Direction, nonce: Nonce, message: &impl Message) -> Result<(), TooLong> {
-        self.plain.clear();
-        frame::begin(from, nonce, self.check, message.encoded_len(), &mut self.plain)?;
-        message.encode(&mut self.plain).expect("a vector grows as needed");
-        frame::seal(self.check, &mut self.plain, &mut self.outgoing);
-        Ok(())
-    }
-
-    /// As [`Self::push`], for a message that ends with bytes, which are read to where they belong: `read` gets so much
-    /// room and says how much it filled, `prefix` what stands before so many bytes, at most [`PREFIX`]. Nothing is sent
-    /// when nothing was read.
-    pub(crate) fn push_read(
-        &mut self,
-        (from, nonce): (Direction, Nonce),
-        room: usize,
-        read: impl FnOnce(&mut [u8]) -> usize,
-        prefix: impl FnOnce(usize) -> Vec<u8>,
-    ) -> Result<(), TooLong> {
-        const BEFORE: usize = frame::HEADER + PREFIX;
-        if self.read.len() < BEFORE + room + frame::SUM {
-            self.read.resize(BEFORE + room + frame::SUM, 0);
+impl Take for &mut Listener<'_> {
+    fn frame(&mut self, frame: Frame<'_>) -> usize {
+        if self.heard.is_err() {
+            return 0;
         }
-        let len = read(&mut self.read[BEFORE..BEFORE + room]).min(room);
-        if len == 0 {
-            return Ok(());
+        self.connection.heard(&frame).unwrap_or_else(|violation| {
+            self.heard = Err(violation);
+            0
+        })
+    }
+
+    fn raw(&mut self, bytes: &[u8]) {
+        if self.heard.is_ok() {
+            self.heard = self.connection.heard_raw(bytes);
         }
-        let prefix = prefix(len);
-        self.plain.clear();
-        frame::begin(from, nonce, self.check, prefix.len() + len, &mut self.plain)?;
-        self.plain.extend_from_slice(&prefix);
-        let begin = BEFORE - self.plain.len();
-        self.read[begin..BEFORE].copy_from_slice(&self.plain);
-        frame::seal_in_place(self.check, &mut self.read[begin..], BEFORE - begin + len, &mut self.outgoing);
-        Ok(())
-    }
-
-    pub(crate) fn outgoing(&self) -> &[u8] {
-        self.outgoing.bytes()
-    }
-
-    pub(crate) fn written(&mut self, len: usize) {
-        self.outgoing.written(len);
-    }
-
-    pub(crate) fn clear(&mut self) {
-        self.outgoing.clear();
     }
 }
-
-/// Room for what stands before the bytes of a message.
-pub(crate) const PREFIX: usize = 64;
 
 #[cfg(test)]
 #[path = "connection_tests.rs"]

@@ -4,7 +4,8 @@
 //! gone to the next one, and that may lose what was in flight. This crate does no I/O; both ends feed it the bytes that
 //! they read and write out the bytes that it gives them:
 //!
-//! - [`frame`]: frames that can be found again after any garbage, with a checksum and the nonce of their connection.
+//! - [`frame`]: frames that can be found again after any garbage, with a checksum and the nonce of their connection; and
+//!   runs of bytes as they are behind a frame that announces them, for what there is much of.
 //! - [`host`]: the daemon's end. [`HostConnection`] says hello with a fresh nonce, drops all that does not bear it, and
 //!   keeps the exec streams' windows, so that a guest cannot make the daemon buffer more than it granted.
 //! - [`guest`]: the agent's end. A new nonce ends the connection before it.
@@ -17,7 +18,9 @@ pub mod frame;
 pub mod guest;
 pub mod host;
 mod outgoing;
+mod run;
 mod sum;
+mod wire;
 
 #[allow(clippy::all, clippy::pedantic)]
 pub mod v1 {
@@ -35,11 +38,17 @@ pub use host::{HostConnection, HostEvent, StreamId};
 /// The most bytes of a stream or of the log that one message carries.
 pub const MAX_CHUNK: usize = 32 * 1024;
 
+/// The most bytes of a stream that one run carries: what a pipe holds, and what a credit of a wide window grants.
+pub const MAX_RUN: usize = 256 * 1024;
+
 /// What these ends understand, see `Hello` and `HelloReply`.
-pub const PROTOCOL: u32 = 2;
+pub const PROTOCOL: u32 = 3;
 
 /// The first protocol with [`frame::Check::Sum`].
 const WITH_SUMS: u32 = 2;
+
+/// The first protocol with runs.
+const WITH_RUNS: u32 = 3;
 
 /// The name of the virtio-serial port.
 pub const PORT_NAME: &str = "agent.0";

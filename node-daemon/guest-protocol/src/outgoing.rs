@@ -33,6 +33,35 @@ impl Outgoing {
         self.end += len + 1;
     }
 
+    /// Appends delimiters: frames without anything in them.
+    pub(crate) fn push_delimiters(&mut self, count: usize) {
+        self.room(count)[..count].fill(DELIMITER);
+        self.end += count;
+    }
+
+    /// Appends what `read` puts into so much room, behind the frame that `announce` makes for it, of at most `head` bytes.
+    /// Nothing is appended when nothing was read. The bytes are read to where they are sent from, since to copy them
+    /// costs an emulated guest as much as to read them.
+    pub(crate) fn push_run(
+        &mut self,
+        (head, room): (usize, usize),
+        read: impl FnOnce(&mut [u8]) -> usize,
+        announce: impl FnOnce(&[u8]) -> Self,
+    ) {
+        let (before, rest) = self.room(head + room).split_at_mut(head);
+        let len = read(&mut rest[..room]).min(room);
+        if len == 0 {
+            return;
+        }
+        let announced = announce(&rest[..len]);
+        let frame = announced.bytes();
+        // What the frame leaves of its room are empty frames.
+        let (empty, place) = before.split_at_mut(head - frame.len());
+        empty.fill(DELIMITER);
+        place.copy_from_slice(frame);
+        self.end += head + len;
+    }
+
     /// The first `len` bytes were written.
     pub(crate) fn written(&mut self, len: usize) {
         self.begin = (self.begin + len).min(self.end);

@@ -10,8 +10,8 @@ use tokio::sync::{mpsc, oneshot};
 use super::{Command, ExecId, Guest, Open};
 use crate::instance::{ExecExit, ExecInput, ExecOutput, ExecStream, StreamError};
 
-/// Pieces that wait in a channel beside what the windows allow.
-const CHANNEL: usize = 4;
+/// Pieces, of up to a whole run, that wait in a channel beside what the windows allow.
+const CHANNEL: usize = 2;
 
 /// Between the loss of a guest and the word of its Instance that it has ended.
 const WORD_WITHIN: Duration = Duration::from_secs(2);

@@ -29,8 +29,8 @@ use crate::{
     instance::{ExecExit, ExecInput, ExecOutput, ExecStream, StreamError},
 };
 
-/// Frames on their way to the operator.
-const FRAMES: usize = 8;
+/// Frames on their way to the operator: what a client does not read is not to pile up here.
+const FRAMES: usize = 2;
 const DIAL_WITHIN: Duration = Duration::from_secs(10);
 /// How long the last word of a stream that is interrupted may take to reach the operator.
 const LAST_WORD: Duration = Duration::from_secs(1);

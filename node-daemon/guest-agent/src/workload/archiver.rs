@@ -7,6 +7,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
 use kibo_guest_protocol::ProcessEnd;
+use kibo_guest_protocol::flow::Width;
 use kibo_guest_protocol::v1::{self, Output, StartFailure, StartFailureReason, archive::Direction};
 use rustix::io::FdFlags;
 use rustix::process::Pid;
@@ -18,11 +19,12 @@ use super::start_failure;
 use super::streams::{Kind, Process, Stream};
 use crate::archive::{Order, reason_of};
 use crate::configure::Workspace;
+use crate::turn::Turn;
 
 /// What is heard of a failure.
 const MAX_COMPLAINT: usize = 4096;
 
-pub(super) fn start(request: v1::Archive, workspace: &Workspace) -> Result<Stream, StartFailure> {
+pub(super) fn start(request: v1::Archive, workspace: &Workspace, width: Width) -> Result<Stream, StartFailure> {
     let order = match request.direction {
         Some(Direction::Read(read)) => Order::Read { path: read.path },
         Some(Direction::Write(write)) => {
@@ -33,11 +35,11 @@ pub(super) fn start(request: v1::Archive, workspace: &Workspace) -> Result<Strea
             return Err(start_failure(StartFailureReason::Invalid, message));
         }
     };
-    run(&order, workspace)
+    run(&order, workspace, width)
         .map_err(|error| start_failure(StartFailureReason::Other, format!("failed to start the archiver: {error}")))
 }
 
-fn run(order: &Order, workspace: &Workspace) -> io::Result<Stream> {
+fn run(order: &Order, workspace: &Workspace, width: Width) -> io::Result<Stream> {
     let namespace = workspace.namespace.as_raw_fd();
     let (complaint, stderr) = pipe::readable()?;
     // The agent's own root, not the Workspace's: nobody there chooses what runs.
@@ -46,11 +48,11 @@ fn run(order: &Order, workspace: &Workspace) -> io::Result<Stream> {
     let (inlet, outlets) = if matches!(order, Order::Read { .. }) {
         let (stdout, writer) = pipe::readable()?;
         command.stdin(Stdio::null()).stdout(writer);
-        (None, vec![Outlet::new(Output::Stdout, Source::Pipe(stdout))])
+        (None, vec![Outlet::new(Output::Stdout, Source::Pipe(stdout), width)])
     } else {
         let (stdin, reader) = pipe::writable()?;
         command.stdin(reader).stdout(Stdio::null());
-        (Some(Inlet::new(Sink::Pipe(stdin))), Vec::new())
+        (Some(Inlet::new(Sink::Pipe(stdin), width)), Vec::new())
     };
     let prepare = move || {
         #[allow(unsafe_code, reason = "a closure for pre_exec cannot borrow")]
@@ -58,6 +60,7 @@ fn run(order: &Order, workspace: &Workspace) -> io::Result<Stream> {
         let namespace = unsafe { BorrowedFd::borrow_raw(namespace) };
         rustix::io::fcntl_setfd(namespace, FdFlags::empty())?;
         rustix::process::setsid()?;
+        Turn::Ordinary.take()?;
         Ok(())
     };
     #[allow(unsafe_code, reason = "nothing but pre_exec runs between fork and exec")]

@@ -3,6 +3,7 @@
 use std::io;
 use std::process::Stdio;
 
+use kibo_guest_protocol::flow::Width;
 use kibo_guest_protocol::v1::{self, Output, StartFailure, StartFailureReason};
 
 use super::inlet::{Inlet, Sink};
@@ -13,7 +14,12 @@ use super::terminal::Terminal;
 use super::{pipe, shell, start_failure};
 use crate::configure::Workspace;
 
-pub(super) fn start(request: &v1::Exec, workspace: &Workspace, base: &[v1::EnvVar]) -> Result<Stream, StartFailure> {
+pub(super) fn start(
+    request: &v1::Exec,
+    workspace: &Workspace,
+    base: &[v1::EnvVar],
+    width: Width,
+) -> Result<Stream, StartFailure> {
     let mut process = request.process.clone().unwrap_or_default();
     let mut base = base.to_vec();
     if request.login_shell {
@@ -22,14 +28,14 @@ pub(super) fn start(request: &v1::Exec, workspace: &Workspace, base: &[v1::EnvVa
         process.argv = vec![shell];
     }
     match &request.terminal {
-        Some(terminal) => with_terminal(terminal, request.stdin, &process, workspace, &base),
-        None => with_pipes(request.stdin, &process, workspace, &base),
+        Some(terminal) => with_terminal(terminal, (request.stdin, width), &process, workspace, &base),
+        None => with_pipes((request.stdin, width), &process, workspace, &base),
     }
 }
 
 fn with_terminal(
     asked: &v1::Terminal,
-    stdin: bool,
+    (stdin, width): (bool, Width),
     process: &v1::Process,
     workspace: &Workspace,
     base: &[v1::EnvVar],
@@ -39,14 +45,14 @@ fn with_terminal(
     let fds = Fds { stdin: clone()?, stdout: clone()?, stderr: clone()?, terminal: Some(asked.term.clone()) };
     let pid = spawn(workspace, process, base, fds)?;
     // Without input, whoever reads finds a terminal at which nobody types.
-    let inlet = stdin.then(|| Inlet::new(Sink::Terminal(terminal.clone())));
-    let outlets = vec![Outlet::new(Output::Stdout, Source::Terminal(terminal.clone()))];
+    let inlet = stdin.then(|| Inlet::new(Sink::Terminal(terminal.clone()), width));
+    let outlets = vec![Outlet::new(Output::Stdout, Source::Terminal(terminal.clone()), width)];
     let kind = Kind::Command { process: Process::new(pid), terminal: Some(terminal) };
     Ok(Stream { kind, inlet, outlets, hung_up: false })
 }
 
 fn with_pipes(
-    stdin: bool,
+    (stdin, width): (bool, Width),
     process: &v1::Process,
     workspace: &Workspace,
     base: &[v1::EnvVar],
@@ -56,14 +62,14 @@ fn with_pipes(
     let (stderr, stderr_writer) = pipe::readable().map_err(broken)?;
     let (inlet, stdin) = if stdin {
         let (writer, reader) = pipe::writable().map_err(broken)?;
-        (Some(Inlet::new(Sink::Pipe(writer))), Stdio::from(reader))
+        (Some(Inlet::new(Sink::Pipe(writer), width)), Stdio::from(reader))
     } else {
         (None, Stdio::null())
     };
     let fds = Fds { stdin, stdout: stdout_writer.into(), stderr: stderr_writer.into(), terminal: None };
     let pid = spawn(workspace, process, base, fds)?;
-    let outlets =
-        vec![Outlet::new(Output::Stdout, Source::Pipe(stdout)), Outlet::new(Output::Stderr, Source::Pipe(stderr))];
+    let outlet = |output, pipe| Outlet::new(output, Source::Pipe(pipe), width);
+    let outlets = vec![outlet(Output::Stdout, stdout), outlet(Output::Stderr, stderr)];
     let kind = Kind::Command { process: Process::new(pid), terminal: None };
     Ok(Stream { kind, inlet, outlets, hung_up: false })
 }

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 
 use kibo_guest_protocol::GuestConnection;
-use kibo_guest_protocol::flow::{Overrun, ReceiveWindow};
+use kibo_guest_protocol::flow::{Overrun, ReceiveWindow, Width};
 use kibo_guest_protocol::v1;
 use rustix::io::Errno;
 use rustix::net::Shutdown;
@@ -55,13 +55,13 @@ enum State {
 }
 
 impl Inlet {
-    pub fn new(sink: Sink) -> Self {
-        Self { sink: Some(sink), state: State::Open, ..Self::waiting() }
+    pub fn new(sink: Sink, width: Width) -> Self {
+        Self { sink: Some(sink), state: State::Open, ..Self::waiting(width) }
     }
 
     /// For a connection that is being made.
-    pub fn waiting() -> Self {
-        let (queue, window) = (VecDeque::new(), ReceiveWindow::default());
+    pub fn waiting(width: Width) -> Self {
+        let (queue, window) = (VecDeque::new(), ReceiveWindow::new(width));
         Self { sink: None, queue, head: 0, window, state: State::Waiting, last: None }
     }
 

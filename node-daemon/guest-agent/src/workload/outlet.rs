@@ -4,9 +4,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use kibo_guest_protocol::flow::SendWindow;
+use kibo_guest_protocol::GuestConnection;
+use kibo_guest_protocol::flow::{SendWindow, Width};
 use kibo_guest_protocol::v1::{self, Output};
-use kibo_guest_protocol::{GuestConnection, MAX_CHUNK};
 use rustix::io::Errno;
 
 use super::pipe::{self, Found};
@@ -16,8 +16,8 @@ use super::terminal::Terminal;
 /// silent for so long is closed.
 const LINGER: Duration = Duration::from_millis(500);
 
-/// Half of what a pipe holds: whoever fills it goes on meanwhile.
-const PIECES_OF_A_TURN: usize = 4;
+/// What a pipe holds: with one CPU whoever fills it does not go on meanwhile.
+const BYTES_OF_A_TURN: usize = pipe::CAPACITY;
 
 #[derive(Debug)]
 pub enum Source {
@@ -46,8 +46,8 @@ pub struct Outlet {
 }
 
 impl Outlet {
-    pub const fn new(output: Output, source: Source) -> Self {
-        Self { output, source: Some(source), window: SendWindow::initial(), silent_since: None, broken: false }
+    pub const fn new(output: Output, source: Source, width: Width) -> Self {
+        Self { output, source: Some(source), window: SendWindow::new(width), silent_since: None, broken: false }
     }
 
     pub fn grant(&mut self, bytes: u32) {
@@ -70,30 +70,27 @@ impl Outlet {
 
     /// Sends what is there, as far as its turn goes: a look at everybody for each piece costs more than the piece.
     pub fn read(&mut self, id: u32, now: Instant, connection: &mut GuestConnection) {
-        for _ in 0..PIECES_OF_A_TURN {
-            if !self.read_piece(id, now, connection) {
-                return;
-            }
+        let mut left = BYTES_OF_A_TURN;
+        while let Some(len) = self.read_piece(id, left, now, connection) {
+            left -= len;
         }
     }
 
-    /// `false` when there may be no more for now.
-    fn read_piece(&mut self, id: u32, now: Instant, connection: &mut GuestConnection) -> bool {
-        let limit = self.window.available().min(MAX_CHUNK);
-        let Some(source) = self.source.as_ref().filter(|_| limit > 0) else {
-            return false;
-        };
+    /// Sends at most `left` bytes; says how many. `None` when there may be no more for now.
+    fn read_piece(&mut self, id: u32, left: usize, now: Instant, connection: &mut GuestConnection) -> Option<usize> {
+        let limit = self.window.available().min(connection.longest_output()).min(left);
+        let source = self.source.as_ref().filter(|_| limit > 0)?;
         let mut found = Found::Nothing;
         let read = |room: &mut [u8]| {
             found = pipe::read_to(source, room);
             if let Found::Data(len) = found { len } else { 0 }
         };
-        connection.send_output(id, self.output, limit, read).expect("a piece is bounded by MAX_CHUNK");
+        connection.send_output(id, self.output, limit, read).expect("a piece is bounded");
         match found {
             Found::Data(len) => {
                 self.window.sent(len);
                 self.silent_since = self.silent_since.map(|_| now);
-                return len == limit;
+                return (len == limit).then_some(len);
             }
             Found::Broken(errno) => {
                 // EIO is how a terminal says that nobody is at its other end any more.
@@ -103,7 +100,7 @@ impl Outlet {
             Found::End => self.close(id, connection),
             Found::Nothing => {}
         }
-        false
+        None
     }
 
     pub fn close(&mut self, id: u32, connection: &mut GuestConnection) {
@@ -137,5 +134,5 @@ impl Outlet {
 
 /// Queues a message of a stream.
 pub fn send(connection: &mut GuestConnection, message: impl Into<v1::guest_message::Kind>) {
-    connection.send(message).expect("stream messages are bounded by MAX_CHUNK");
+    connection.send(message).expect("stream messages are short");
 }

@@ -3,12 +3,14 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
+use kibo_guest_protocol::MAX_RUN;
 use rustix::buffer::spare_capacity;
 use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, fcntl_setpipe_size, pipe_with};
 
-/// More than the kernel's own 64 KiB: with one CPU each filling of a pipe costs two switches between processes.
-const CAPACITY: usize = 256 * 1024;
+/// More than the kernel's own 64 KiB: with one CPU each filling of a pipe costs two switches between processes. What a
+/// run carries at most.
+pub const CAPACITY: usize = MAX_RUN;
 
 /// What a read found.
 #[derive(Debug, PartialEq, Eq)]

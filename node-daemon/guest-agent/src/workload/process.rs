@@ -13,6 +13,7 @@ use rustix::thread::LinkNameSpaceType;
 
 use super::{start_failure, user};
 use crate::configure::Workspace;
+use crate::turn::Turn;
 
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
@@ -93,6 +94,7 @@ fn enter_before_exec(command: &mut Command, namespace: &OwnedFd, cwd: CString, u
         // SAFETY: the descriptor belongs to the Workspace, which outlives the call of spawn, and so does the fork's copy.
         let namespace = unsafe { BorrowedFd::borrow_raw(namespace) };
         rustix::process::setsid()?;
+        Turn::Ordinary.take()?;
         if has_terminal {
             #[allow(unsafe_code, reason = "the library's handle would take memory and a lock, see below")]
             // SAFETY: the child's standard input was put there before this runs, and stays.

@@ -5,7 +5,7 @@ use std::io::Read;
 use std::path::PathBuf;
 
 use kibo_guest_protocol::v1::{self, StartFailureReason, archive::Direction};
-use kibo_guest_protocol::{HostEvent, ProcessEnd, StreamId};
+use kibo_guest_protocol::{HostEvent, MAX_RUN, ProcessEnd, StreamId};
 use tar::{Archive, Builder, EntryType, Header};
 
 use crate::machine::{Bytes, Disks, Machine, configure, format_ext4_of};
@@ -281,7 +281,7 @@ fn a_large_file_needs_no_memory() {
     let stream = machine.open(|connection| connection.archive(direction));
     let mut expected = Pattern(1);
     let mut position: u64 = 0;
-    let mut wanted = vec![0; 64 * 1024];
+    let mut wanted = vec![0; MAX_RUN];
     while position < 512 + SIZE {
         let (output, data) = machine.wait_for("the file's bytes", |event| match event {
             HostEvent::Output { stream: of, output, data } if of == stream => Some((output, data)),

@@ -5,7 +5,7 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use kibo_guest_protocol::v1::{self, guest_state};
-use kibo_guest_protocol::{HostConnection, HostEvent, Nonce};
+use kibo_guest_protocol::{HostConnection, HostEvent, MAX_RUN, Nonce};
 
 use crate::machine::{Machine, configure, entrypoint, shell, unix_nanos};
 
@@ -55,6 +55,22 @@ fn half_a_frame_of_a_dead_daemon_is_forgotten() {
         machine.raw_port().write_all(&bytes).expect("the port takes it");
         machine.reconnect(0);
         assert_eq!(machine.out("echo new"), "new\n");
+    }
+}
+
+#[test]
+fn half_a_run_of_a_dead_daemon_swallows_no_hello_and_is_nobodys_input() {
+    let mut machine = Machine::ready(configure());
+    for (len, missing) in [(1000, 10), (MAX_RUN, 1), (MAX_RUN, MAX_RUN - 1)] {
+        let stream = machine.exec(shell("exec 3>/data/got; echo up; exec cat >&3"), true);
+        machine.read_until(stream, "up\n");
+        let connection = machine.connection();
+        assert_eq!(connection.write_stdin(stream, &vec![b'x'; len]), len);
+        let bytes = connection.outgoing()[..connection.outgoing().len() - missing].to_vec();
+        machine.raw_port().write_all(&bytes).expect("the port takes it");
+        machine.reconnect(0);
+        assert_eq!(machine.out("echo new"), "new\n");
+        assert_eq!(machine.out("wc -c </data/got"), "0\n", "{len} bytes but for {missing}");
     }
 }
 

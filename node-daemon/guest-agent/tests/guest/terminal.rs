@@ -132,7 +132,7 @@ fn a_terminal_that_nobody_reads_stops_its_own_writer_and_nobody_else() {
     let mut machine = Machine::ready(configure());
     let greedy = start(&mut machine, "yes");
     let mut heard = 0;
-    while heard < flow::INITIAL as usize {
+    while heard < flow::Width::WIDE.bytes() {
         heard += machine.wait_for("output", |event| match event {
             HostEvent::Output { data, .. } => Some(data.len()),
             _ => None,

@@ -8,8 +8,8 @@ use std::collections::HashMap;
 
 use input::Input;
 use kibo_guest_protocol::{
-    HostConnection, HostEvent, Nonce, StreamId,
-    flow::INITIAL,
+    GuestConnection, HostConnection, HostEvent, Nonce, StreamId,
+    flow::Width,
     frame::{self, Check, Direction},
     v1::{self, Output, guest_message},
 };
@@ -20,13 +20,17 @@ const NONCE: Nonce = Nonce::new(0x0102_0304_0506_0708);
 
 struct Play {
     connection: HostConnection,
+    /// An agent that keeps to the protocol, for what cannot be made up so easily.
+    agent: GuestConnection,
     streams: Vec<StreamId>,
     /// What was handed out and not consumed.
     unread: HashMap<(StreamId, i32), usize>,
 }
 
 fuzz_target!(|data: &[u8]| {
-    let mut play = Play { connection: HostConnection::open(NONCE, 0), streams: Vec::new(), unread: HashMap::new() };
+    let (connection, mut agent) = (HostConnection::open(NONCE, 0), GuestConnection::default());
+    agent.receive(connection.outgoing());
+    let mut play = Play { connection, agent, streams: Vec::new(), unread: HashMap::new() };
     let mut input = Input(data);
     // The daemon closes the port when the guest breaks the protocol.
     while !input.is_empty() && play.step(&mut input) {}
@@ -34,10 +38,18 @@ fuzz_target!(|data: &[u8]| {
 
 impl Play {
     fn step(&mut self, input: &mut Input<'_>) -> bool {
-        let goes_on = match input.byte() % 8 {
+        let goes_on = match input.byte() % 10 {
             0 => self.receive(input.bytes()),
             1 => self.receive_frame(input.bytes()),
-            2 => self.say(v1::HelloReply { nonce: NONCE.get(), ..v1::HelloReply::default() }),
+            2 => {
+                let protocol = u32::from(input.byte() % 4);
+                self.say(v1::HelloReply { nonce: NONCE.get(), protocol, ..v1::HelloReply::default() })
+            }
+            8 => {
+                let (stream_id, output) = (u32::from(input.byte() % 4), i32::from(input.byte() % 4));
+                self.say(v1::OutputRun { stream_id, output, bytes: u32::from(input.byte()) * 300, sum: 0 })
+            }
+            9 => self.run(u32::from(input.byte() % 4), usize::from(input.byte()) * 257),
             3 => self.say(v1::OutputData {
                 stream_id: u32::from(input.byte() % 4),
                 output: i32::from(input.byte() % 4),
@@ -99,6 +111,14 @@ impl Play {
         self.receive_frame(&message.encode_to_vec())
     }
 
+    /// Output as an honest agent sends it.
+    fn run(&mut self, stream_id: u32, len: usize) -> bool {
+        self.agent.send_output(stream_id, Output::Stdout, len, |_| len).expect("a piece");
+        let wire = self.agent.outgoing().to_vec();
+        self.agent.written(wire.len());
+        self.receive(&wire)
+    }
+
     fn take_events(&mut self) {
         while let Some(event) = self.connection.next_event() {
             match event {
@@ -106,7 +126,7 @@ impl Play {
                     assert!(self.streams.contains(&stream), "output of a stream that nobody opened");
                     let unread = self.unread.entry((stream, output.into())).or_default();
                     *unread += data.len();
-                    assert!(*unread <= INITIAL as usize, "the guest made the daemon hold {unread} bytes of one output");
+                    assert!(*unread <= Width::WIDE.bytes(), "the guest made the daemon hold {unread} bytes of one output");
                 }
                 HostEvent::ExecEnded { stream, .. } => self.unread.retain(|(of, _), _| *of != stream),
                 _ => {}

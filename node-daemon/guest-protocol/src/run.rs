@@ -1,0 +1,57 @@
+//! Runs that are on their way in.
+
+use crate::{MAX_RUN, sum};
+
+/// What was announced, and what has come of it.
+#[derive(Debug)]
+pub(crate) struct Run<H> {
+    pub head: H,
+    /// As long as the whole run; what has come is at its beginning.
+    data: Vec<u8>,
+    filled: usize,
+    sum: u64,
+}
+
+impl<H> Run<H> {
+    /// `None`: a run cannot be so long. `memory` is used again as it is, since to clear it costs as much as to copy it.
+    pub fn begin(head: H, len: u32, sum: u64, mut memory: Vec<u8>) -> Option<Self> {
+        let len = usize::try_from(len).ok().filter(|len| (1..=MAX_RUN).contains(len))?;
+        memory.resize(len, 0);
+        Some(Self { head, data: memory, filled: 0, sum })
+    }
+
+    pub const fn len(&self) -> usize {
+        self.data.len()
+    }
+
+    /// Takes what came next of it; never more than is missing.
+    pub fn push(&mut self, bytes: &[u8]) {
+        let len = bytes.len();
+        self.room()[..len].copy_from_slice(bytes);
+        self.filled(len);
+    }
+
+    /// Where the next bytes belong.
+    pub fn room(&mut self) -> &mut [u8] {
+        &mut self.data[self.filled..]
+    }
+
+    /// So many bytes were put into [`Self::room`].
+    pub fn filled(&mut self, len: usize) {
+        self.filled = (self.filled + len).min(self.data.len());
+    }
+
+    pub const fn is_whole(&self) -> bool {
+        self.filled == self.data.len()
+    }
+
+    /// The bytes; `None`: they are not those that were announced.
+    pub fn finish(self) -> (H, Option<Vec<u8>>) {
+        let is_right = self.is_whole() && sum::of(&self.data) == self.sum;
+        (self.head, is_right.then_some(self.data))
+    }
+}
+
+#[cfg(test)]
+#[path = "run_tests.rs"]
+mod tests;
