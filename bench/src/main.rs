@@ -6,6 +6,7 @@
 
 mod audit;
 mod bare;
+mod cpu;
 mod figures;
 mod page;
 mod report;
@@ -77,7 +78,7 @@ async fn measure(cli: &Cli, site: &Site) -> Result<Vec<Section>> {
     let mut sections = Vec::new();
     for figure in figures {
         let name = figure.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());
-        let measured = Progress::Shown.step(&name, figure.measure(site, cli.pairs)).await?;
+        let measured = Progress::Shown.step(&name, Box::pin(figure.measure(site, cli.pairs))).await?;
         for section in &measured {
             println!("\n{}", section.text());
         }

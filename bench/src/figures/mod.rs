@@ -1,7 +1,9 @@
 //! What is measured, a file for each.
 
+mod bare_port;
 mod decisions;
 mod fleet;
+mod large;
 mod memory;
 mod moving;
 mod start;
@@ -33,6 +35,8 @@ pub enum Figure {
     Storage,
     /// From an isolation to AVAILABLE on another node, beside a bare boot
     Takeover,
+    /// 4 GiB into a guest and out of it again: how fast, and what it takes of memory
+    Large,
     /// An image from one storage pool to another, beside cp
     Move,
     /// 500 nodes that do nothing: how soon a new leader has them, and what they cost
@@ -51,6 +55,7 @@ impl Figure {
             Self::Streams => streams::measure(site).await,
             Self::Storage => storage::measure(site).await,
             Self::Takeover => takeover::measure(site).await,
+            Self::Large => large::measure(site).await,
             Self::Move => moving::measure(site).await,
             Self::Fleet => fleet::measure(site).await,
             Self::Decisions => decisions::measure(),

@@ -1,42 +1,43 @@
 //! Bytes into and out of a guest, beside the bare channel.
 
-use std::{net::SocketAddr, os::fd::OwnedFd, process::Stdio, time::Instant};
+use std::{collections::BTreeSet, net::SocketAddr, process::Stdio, time::Instant};
 
-use anyhow::{Context as _, Result, bail, ensure};
-use command_fds::FdMapping;
-use kibo_guest_protocol::{HostEvent, ProcessEnd, v1::Process};
-use kibo_node_daemon::vmm::{Qemu, SocketDir};
+use anyhow::{Context as _, Result, ensure};
+use kibo_e2e::local::Component;
 use serde_json::json;
 use tokio::{
     io::{AsyncBufReadExt as _, AsyncRead, AsyncReadExt as _, AsyncWriteExt as _, BufReader},
-    net::{TcpStream, UnixStream},
+    net::TcpStream,
     process::{Child, Command},
 };
 
+use super::bare_port::Port;
 use crate::{
-    bare::{self, Bare, Guest},
+    cpu,
     report::{Aim, Section, ratio},
-    site::{Site, workspace},
+    site::{NAME, Site, workspace},
     spread::Spread,
 };
 
 const ROUNDS: usize = 3;
-const MIB: usize = 64;
-const CHUNK: usize = 64 * 1024;
+pub(super) const MIB: usize = 64;
+pub(super) const CHUNK: usize = 64 * 1024;
 const AIM: Aim = Aim::AtLeast(0.8);
 const WORKSPACE: &str = "streams";
 /// Of random bytes, in the guest's page cache.
-const FILE: &str = "/data/file";
-
-const RAW_SOCKET: &str = "raw.sock";
-const RAW_PORT: &str = "raw.0";
+pub(super) const FILE: &str = "/data/file";
 
 const EXPLAINED: &str = "\
 Random bytes (64 MiB) between this host and a file in a guest, beside the same bytes through a second virtio-serial port of a \
 bare guest, written and read by `dd`: what the channel can do when nothing frames, checks or forwards anything. Both guests \
-have one emulated vCPU, so that all that the agent does for a byte is slow. Out of the guest it is timed from the first byte \
+have one emulated vCPU, so that all that the agent does for a byte is slow; `cp` into a guest also makes a file there, which the \
+bare port does in a line of its own. Out of the guest it is timed from the first byte \
 to the last; into the guest from the start to the end of the command, less what the same command takes without data. The aim \
 is for cp and port-forward; behind port-forward a small Perl program in the guest reads or writes the bytes.";
+
+const COST_EXPLAINED: &str = "\
+CPU seconds that each part used for the same 64 MiB: the emulated guest with its QEMU, and what is between it and the user. \
+What two cores can do is theirs together; the bare port has the first line alone, and nobody who encrypts.";
 
 /// What a way into or out of a guest did, in MiB/s.
 struct Way {
@@ -55,6 +56,7 @@ impl Way {
 
 pub async fn measure(site: &Site) -> Result<Vec<Section>> {
     let mut raw = Way::new("bare virtio-serial port", None);
+    let mut raw_file = Way::new("bare virtio-serial port into a file", None);
     let mut exec = Way::new("kibo workspace exec", None);
     let mut cp = Way::new("kibo workspace cp", Some(AIM));
     let mut forward = Way::new("kibo workspace port-forward", Some(AIM));
@@ -67,26 +69,76 @@ pub async fn measure(site: &Site) -> Result<Vec<Section>> {
     let files = Files::make(site)?;
     let servers = Servers::start(&kibo).await?;
     let mut port = Port::open(site).await?;
+    let mut costs = Costs::new(site);
     for _ in 0..ROUNDS {
         raw.out.push(port.read_rate().await?);
         exec.out.push(kibo.exec(&["cat", FILE], None).await?.rate()?);
         raw.into.push(port.write_rate().await?);
+        raw_file.into.push(port.write_rate_into_file().await?);
         let command = ["sh", "-c", "cat >/dev/null"];
         let empty = kibo.exec(&command, Some(0)).await?;
         let full = kibo.exec(&command, Some(MIB)).await?;
         exec.into.push(mib_per_second(MIB << 20, full.whole - empty.whole));
-        cp.out.push(kibo.run(&["cp", &format!("{WORKSPACE}:{FILE}"), "-"], None).await?.rate()?);
+        let copied = costs.of("cp, out", kibo.run(&["cp", &format!("{WORKSPACE}:{FILE}"), "-"], None)).await?;
+        cp.out.push(copied.rate()?);
         let into = format!("{WORKSPACE}:/data/copy");
         let empty = kibo.run(&["cp", &files.empty, &into], None).await?;
-        let full = kibo.run(&["cp", &files.full, &into], None).await?;
+        let full = costs.of("cp, in", kibo.run(&["cp", &files.full, &into], None)).await?;
         cp.into.push(mib_per_second(MIB << 20, full.whole - empty.whole));
-        forward.out.push(servers.read_rate().await?);
+        forward.out.push(costs.of("port-forward, out", servers.read_rate()).await?);
         forward.into.push(servers.write_rate().await?);
     }
-    Ok(vec![section(&raw, &[exec, cp, forward])])
+    Ok(vec![section(&raw, &[raw_file, exec, cp, forward]), costs.section()])
 }
 
-fn make_file() -> String {
+/// What the parts used for a way's bytes.
+struct Costs<'a> {
+    site: &'a Site,
+    used: Vec<(&'static str, Vec<f64>)>,
+}
+
+impl<'a> Costs<'a> {
+    const HEADER: [&'static str; 6] = ["", "guest", "node-daemon", "operator", "kube-apiserver", "kibo"];
+
+    const fn new(site: &'a Site) -> Self {
+        Self { site, used: Vec::new() }
+    }
+
+    async fn of<T>(&mut self, way: &'static str, work: impl Future<Output = Result<T>>) -> Result<T> {
+        let before = self.so_far()?;
+        let done = work.await?;
+        let after = self.so_far()?;
+        self.used.push((way, before.into_iter().zip(after).map(|(before, after)| after - before).collect()));
+        Ok(done)
+    }
+
+    /// In the order of [`Self::HEADER`]. A `kibo` that has ended is a child of this process; one that goes on is none.
+    fn so_far(&self) -> Result<Vec<f64>> {
+        let machines = self.site.cluster().virtual_machines(NAME);
+        let guest = machines.first().context("the guest does not run")?.id.pid;
+        let parts = [Component::Node(NAME.to_owned()), Component::Operator, Component::ApiServer];
+        let mut seconds = vec![cpu::seconds(guest)?];
+        for part in &parts {
+            seconds.push(cpu::seconds(self.site.pid(part)?)?);
+        }
+        seconds.push(cpu::seconds_of_children()?);
+        Ok(seconds)
+    }
+
+    fn section(self) -> Section {
+        let mut section = Section::new("Where the time of a copy goes", COST_EXPLAINED, Self::HEADER);
+        let ways: BTreeSet<&'static str> = self.used.iter().map(|(way, _)| *way).collect();
+        for way in ways {
+            let median = |part: usize| {
+                Spread::of(self.used.iter().filter(|(of, _)| *of == way).map(|(_, used)| used[part])).median
+            };
+            section.row(way, (0..Self::HEADER.len() - 1).map(|part| format!("{:.2} s", median(part))));
+        }
+        section
+    }
+}
+
+pub(super) fn make_file() -> String {
     format!("dd if=/dev/urandom of={FILE} bs=1M count={MIB} 2>/dev/null && cat {FILE} >/dev/null")
 }
 
@@ -97,7 +149,7 @@ fn section(raw: &Way, ways: &[Way]) -> Section {
     for (direction, rates) in [("out", (|way| &way.out) as fn(&Way) -> &Vec<f64>), ("in", |way| &way.into)] {
         let bare = Spread::of(rates(raw).iter().copied());
         section.row(&format!("{}, {direction}", raw.name), bare.cells(show));
-        for way in ways {
+        for way in ways.iter().filter(|way| !rates(way).is_empty()) {
             let spread = Spread::of(rates(way).iter().copied());
             let share = spread.median / bare.median;
             let aim = way.aim.into_iter().flat_map(|aim| aim.cells(share, ratio));
@@ -109,7 +161,7 @@ fn section(raw: &Way, ways: &[Way]) -> Section {
 }
 
 #[allow(clippy::cast_precision_loss, reason = "bytes, rounded for people")]
-fn mib_per_second(bytes: usize, seconds: f64) -> f64 {
+pub(super) fn mib_per_second(bytes: usize, seconds: f64) -> f64 {
     bytes as f64 / f64::from(1 << 20) / seconds
 }
 
@@ -274,14 +326,14 @@ async fn first_line(mut command: Command) -> Result<(Child, String)> {
     Ok((child, line))
 }
 
-fn random(len: usize) -> Vec<u8> {
+pub(super) fn random(len: usize) -> Vec<u8> {
     let mut data = vec![0; len];
     rand::fill(&mut data[..]);
     data
 }
 
 /// Reads to the end, or so many bytes; how many came, and how long it took from the first to the last.
-async fn count(stream: &mut (impl AsyncRead + Unpin), limit: usize) -> Result<(usize, f64)> {
+pub(super) async fn count(stream: &mut (impl AsyncRead + Unpin), limit: usize) -> Result<(usize, f64)> {
     let mut buffer = vec![0; 4 * CHUNK];
     let (mut all, mut first) = (0, None);
     while all < limit {
@@ -293,87 +345,4 @@ async fn count(stream: &mut (impl AsyncRead + Unpin), limit: usize) -> Result<(u
         all += len;
     }
     Ok((all, first.map_or(0.0, |first| first.elapsed().as_secs_f64())))
-}
-
-/// A second port of a bare guest, which nobody in the guest has open.
-struct Port {
-    guest: Guest,
-    stream: UnixStream,
-}
-
-impl Port {
-    async fn open(site: &Site) -> Result<Self> {
-        let guest = Bare::new(site)?.boot(true, add_port).await?;
-        let stream = guest.sockets.connect(RAW_SOCKET).await?;
-        let mut port = Self { guest, stream };
-        port.run(&make_file()).await?;
-        Ok(port)
-    }
-
-    async fn read_rate(&mut self) -> Result<f64> {
-        let Self { guest, stream } = self;
-        let command = with_port(&format!("dd if={FILE} of=/dev/$port bs=64k 2>/dev/null"));
-        let (ran, counted) = tokio::join!(run(guest, &command), count(stream, MIB << 20));
-        ran?;
-        let (bytes, seconds) = counted?;
-        Ok(mib_per_second(bytes, seconds))
-    }
-
-    async fn write_rate(&mut self) -> Result<f64> {
-        let Self { guest, stream } = self;
-        let command = with_port(&format!("head -c {} /dev/$port >/dev/null", MIB << 20));
-        let begun = Instant::now();
-        let feed = async {
-            let data = random(CHUNK);
-            for _ in 0..(MIB << 20) / CHUNK {
-                stream.write_all(&data).await?;
-            }
-            anyhow::Ok(())
-        };
-        let (ran, fed) = tokio::join!(run(guest, &command), feed);
-        ran?;
-        fed?;
-        Ok(mib_per_second(MIB << 20, begun.elapsed().as_secs_f64()))
-    }
-
-    async fn run(&mut self, command: &str) -> Result<()> {
-        run(&mut self.guest, command).await
-    }
-}
-
-/// A shell line in which `$port` is the port's device.
-fn with_port(command: &str) -> String {
-    format!("port=$(basename $(dirname $(grep -lx {RAW_PORT} /sys/class/virtio-ports/*/name))); {command}")
-}
-
-/// Runs a shell line in a bare guest.
-async fn run(guest: &mut Guest, line: &str) -> Result<()> {
-    let argv = ["/bin/sh", "-c", line].map(str::to_owned).to_vec();
-    let path =
-        kibo_guest_protocol::v1::EnvVar { name: "PATH".to_owned(), value: "/usr/sbin:/usr/bin:/sbin:/bin".to_owned() };
-    guest.connection.exec(Process { argv, env: vec![path], ..Process::default() }, false)?;
-    let mut said = Vec::new();
-    loop {
-        match bare::next(&mut guest.connection, &mut guest.stream).await? {
-            HostEvent::ExecEnded { end: ProcessEnd::Code(0), .. } => return Ok(()),
-            HostEvent::ExecEnded { end, .. } => bail!("{line}: {end:?}: {}", String::from_utf8_lossy(&said)),
-            HostEvent::Output { data, .. } => said.extend_from_slice(&data),
-            _ => {}
-        }
-    }
-}
-
-/// A port beside the agent's.
-fn add_port(qemu: &mut Qemu, sockets: &SocketDir) -> Result<()> {
-    let child_fd = qemu.files.iter().map(|file| file.child_fd).max().unwrap_or(2) + 1;
-    let parent_fd = OwnedFd::from(sockets.listen(RAW_SOCKET)?);
-    qemu.files.push(FdMapping { parent_fd, child_fd });
-    let arguments = [
-        "-chardev".to_owned(),
-        format!("socket,id=raw,fd={child_fd},server=on,wait=off"),
-        "-device".to_owned(),
-        format!("virtserialport,chardev=raw,name={RAW_PORT},id=raw-port"),
-    ];
-    qemu.arguments.extend(arguments.map(Into::into));
-    Ok(())
 }

@@ -4,12 +4,12 @@ use anyhow::Result;
 use futures::future::try_join_all;
 use jiff::Timestamp;
 use kibo_e2e::local::{CONTROL_PLANE, Component};
-use procfs::process::Process;
 use serde_json::json;
 
 use super::between;
 use crate::{
     bare::Bare,
+    cpu,
     report::{Aim, Section, millis, ratio},
     site::{NAME, Site, workspace},
     spread::Spread,
@@ -69,12 +69,7 @@ fn components() -> Vec<Component> {
     CONTROL_PLANE.into_iter().chain([Component::Operator, Component::Node(NAME.to_owned())]).collect()
 }
 
-/// What each component has used since it was started; without its children.
-#[allow(clippy::cast_precision_loss, reason = "ticks of some minutes")]
+/// What each component has used since it was started.
 fn cpu_seconds(site: &Site) -> Result<Vec<f64>> {
-    let seconds = |component: &Component| {
-        let stat = Process::new(site.pid(component)?)?.stat()?;
-        Ok((stat.utime + stat.stime) as f64 / procfs::ticks_per_second() as f64)
-    };
-    components().iter().map(seconds).collect()
+    components().iter().map(|component| cpu::seconds(site.pid(component)?)).collect()
 }
