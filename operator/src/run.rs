@@ -254,12 +254,14 @@ impl Replica {
         let room = Room::open(ctx.clone(), settings).await?;
         let workspaces = room.hooks();
         let streams = api::start(ctx.clone(), self.api_options()?).await?;
-        let control = Arc::new(NodeControl::new(ctx.clone(), workspaces.clone()));
-        let pool_control = PoolControl::new(ctx.clone(), workspaces.clone(), node_store.clone());
-        tasks.spawn(storage_pool::run(pools, Arc::new(pool_control)));
+        let (to_pools, seen_nodes) = tokio::sync::mpsc::unbounded_channel();
+        let control = Arc::new(NodeControl::new(ctx.clone(), workspaces.clone(), to_pools));
+        let pool_control = Arc::new(PoolControl::new(ctx.clone(), workspaces.clone(), node_store.clone()));
+        tasks.spawn(storage_pool::run(pools, pool_control.clone(), seen_nodes));
         tasks.spawn(node::run(nodes, control.clone()));
         until_listed(&pool_store).await?;
         until_listed(&node_store).await?;
+        pool_control.nodes_are_known();
 
         room.run();
         let unowned =

@@ -23,7 +23,7 @@ use kube::{
         watcher,
     },
 };
-use tokio::sync::broadcast;
+use tokio::sync::{broadcast, mpsc};
 
 use super::{
     Facts, isolation,
@@ -55,6 +55,8 @@ pub struct NodeControl {
     pub ctx: Ctx,
     pub usage: Arc<dyn Usage>,
     pub(super) isolating: isolation::Running,
+    /// Nodes as the watch shows them, for the room of the pools.
+    pools: mpsc::UnboundedSender<Arc<Node>>,
     written: Mutex<HashMap<NodeId, Written>>,
 }
 
@@ -75,8 +77,9 @@ impl Written {
 }
 
 impl NodeControl {
-    pub fn new(ctx: Ctx, usage: Arc<dyn Usage>) -> Self {
-        Self { ctx, usage, isolating: isolation::Running::default(), written: Mutex::default() }
+    /// Every Node that is looked at goes to `pools` too.
+    pub fn new(ctx: Ctx, usage: Arc<dyn Usage>, pools: mpsc::UnboundedSender<Arc<Node>>) -> Self {
+        Self { ctx, usage, isolating: isolation::Running::default(), pools, written: Mutex::default() }
     }
 
     pub fn api(&self) -> Api<Node> {
@@ -249,6 +252,8 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
         return Ok(Action::await_change());
     };
     control.ctx.nodes.observe(&node);
+    // Nobody listening is fine.
+    let _ = control.pools.send(node.clone());
     if node.status.as_ref().is_some_and(NodeStatus::has_live_session) {
         expect(&control.ctx, &node);
     }

@@ -81,6 +81,16 @@ impl Default for Settings {
     }
 }
 
+/// What a report changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReportNews {
+    Nothing,
+    /// What the node can take.
+    Room,
+    /// Which pools it reaches.
+    Reach,
+}
+
 /// Settings on their way to the node.
 #[derive(Clone, Copy, Debug)]
 pub struct SentSettings {
@@ -435,19 +445,28 @@ impl Session {
         settings_message(&state.settings)
     }
 
-    /// Takes a report in. Returns whether it changes what the node can take.
-    pub fn take_report(&self, report: v1::Report, pools: Vec<DeclaredPool>) -> bool {
+    /// Takes a report in.
+    pub fn take_report(&self, report: v1::Report, pools: Vec<DeclaredPool>) -> ReportNews {
         let mut state = self.state();
         let confirms = report.settings_revision == state.settings.revision;
         let was_tight = state.report.as_ref().is_some_and(LastReport::is_memory_tight);
-        let changed = (confirms && !state.settings.confirmed) || state.pools != pools;
+        // With it the settings are confirmed, if they were not before.
+        let last = LastReport { report, time: now(), after_confirmation: confirms };
+        let turned = last.is_memory_tight() != was_tight;
+        let reach = |pools: &[DeclaredPool]| -> Vec<_> {
+            pools.iter().map(|pool| (pool.id.clone(), pool.uid.clone(), pool.default, pool.available)).collect()
+        };
+        let news = if reach(&state.pools) != reach(&pools) {
+            ReportNews::Reach
+        } else if (confirms && !state.settings.confirmed) || state.pools != pools || turned {
+            ReportNews::Room
+        } else {
+            ReportNews::Nothing
+        };
         state.settings.confirmed |= confirms;
         state.pools = pools;
-        let after_confirmation = confirms && state.settings.confirmed;
-        let last = LastReport { report, time: now(), after_confirmation };
-        let turned = last.is_memory_tight() != was_tight;
         state.report = Some(last);
-        changed || turned
+        news
     }
 
     /// What the Node's status is computed from.

@@ -131,6 +131,7 @@ struct Inner {
     /// Events of each node that are being taken in, of its sessions that are over too.
     in_work: Mutex<HashMap<NodeId, u32>>,
     changes: watch::Sender<u64>,
+    moves: watch::Sender<u64>,
 }
 
 impl Default for Registry {
@@ -141,6 +142,7 @@ impl Default for Registry {
             refusals: Mutex::default(),
             in_work: Mutex::default(),
             changes: watch::channel(0).0,
+            moves: watch::channel(0).0,
         }))
     }
 }
@@ -163,6 +165,11 @@ impl Registry {
     /// Moves when a session came or went, or when what a node can take changed.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.0.changes.subscribe()
+    }
+
+    /// Moves when a session came, was acknowledged or went, or reaches other pools: much less often.
+    pub fn moves(&self) -> watch::Receiver<u64> {
+        self.0.moves.subscribe()
     }
 
     /// Asks a node to reserve. When this ends without an acceptance that its caller saw, the reservation is
@@ -342,7 +349,7 @@ impl Registry {
         if let Some(replaced) = replaced {
             replaced.close();
         }
-        self.notify();
+        self.notify_move();
     }
 
     /// Takes the session out, if it is still the one of its node.
@@ -354,7 +361,7 @@ impl Registry {
         }
         drop(sessions);
         if current {
-            self.notify();
+            self.notify_move();
         }
         current
     }
@@ -367,6 +374,11 @@ impl Registry {
     /// long as nothing is committed the start may go elsewhere when it does not.
     pub fn lives(&self, node: &NodeId, accepted: &Accepted) -> bool {
         self.get(node).is_some_and(|session| session.id == accepted.session_id)
+    }
+
+    pub(crate) fn notify_move(&self) {
+        self.0.moves.send_modify(|count| *count = count.wrapping_add(1));
+        self.notify();
     }
 
     pub(crate) fn notify(&self) {

@@ -16,7 +16,7 @@ use super::{
     hooks::Absence,
     inbound::{Pace, bound, one_line},
     lanes,
-    live::{ClockNews, OfferAnswer, Session},
+    live::{ClockNews, OfferAnswer, ReportNews, Session},
     open::{Committed, Leading, Opened, Opening, Refusal, open, read_node},
 };
 use crate::node::compute_status;
@@ -82,7 +82,7 @@ pub async fn serve(
     if let Some(desired) = acknowledged {
         let writer = tokio::spawn(write(session.clone(), opened.queue, wire));
         tokio::spawn(tear_down_strangers(leading.clone(), session.clone(), hello.instances, desired));
-        leading.nodes.ctx.registry.notify();
+        leading.nodes.ctx.registry.notify_move();
         read(&leading, &session, inbound).await;
         end(&leading, &session);
         let _ = writer.await;
@@ -300,8 +300,10 @@ async fn handle(
         }
         from_node::Message::Report(report) => match declared_pools(&report.pools) {
             Ok(pools) => {
-                if session.take_report(report, pools) {
-                    ctx.registry.notify();
+                match session.take_report(report, pools) {
+                    ReportNews::Nothing => {}
+                    ReportNews::Room => ctx.registry.notify(),
+                    ReportNews::Reach => ctx.registry.notify_move(),
                 }
                 ctx.nodes.touch(&session.node);
             }

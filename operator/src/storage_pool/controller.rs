@@ -2,11 +2,11 @@
 
 use std::{
     collections::{BTreeSet, HashMap},
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, MutexGuard},
     time::{Duration, Instant},
 };
 
-use futures::StreamExt as _;
+use futures::{StreamExt as _, stream};
 use kibo_crds::{Node, PoolId, StoragePool, storage_pool::StoragePoolSpec};
 use kibo_protocol::v1::{self, to_node};
 use kube::{
@@ -16,11 +16,15 @@ use kube::{
         Controller,
         controller::{Action, Config},
         reflector::{ObjectRef, Store},
-        watcher,
     },
 };
+use tokio::sync::{mpsc, watch};
+use tokio_stream::wrappers::UnboundedReceiverStream;
 
-use super::status::{compute, declaration, is_more_than_readings};
+use super::{
+    declared::Declared,
+    status::{compute, declaration, is_more_than_readings},
+};
 use crate::{
     clock::now,
     context::Ctx,
@@ -31,7 +35,6 @@ use crate::{
 };
 
 const PERIOD: Duration = Duration::from_secs(60);
-const CATCH_UP: Duration = Duration::from_millis(20);
 /// Readings such as free space are written at this pace.
 const PACE: Duration = Duration::from_secs(30);
 
@@ -40,8 +43,9 @@ pub struct PoolControl {
     ctx: Ctx,
     usage: Arc<dyn Usage>,
     nodes: Store<Node>,
-    /// Versions of the Nodes that this controller's own watch has shown.
-    seen: Mutex<HashMap<String, u128>>,
+    declared: Mutex<Declared>,
+    /// Before all Nodes are known, a pool would seem to have lost its members.
+    nodes_known: watch::Sender<bool>,
     written: Mutex<HashMap<String, Instant>>,
     /// Number of members that the nodes of a pool were last told of.
     told: Mutex<HashMap<String, usize>>,
@@ -55,23 +59,30 @@ impl PoolControl {
             ctx,
             usage,
             nodes,
-            seen: Mutex::default(),
+            declared: Mutex::default(),
+            nodes_known: watch::Sender::new(false),
             written: Mutex::default(),
             told: Mutex::default(),
             lost: Mutex::default(),
         }
     }
 
-    fn saw(&self, node: &Node) {
-        let (name, version) = (node.metadata.name.clone().unwrap_or_default(), version(node));
-        self.seen.lock().expect("no holder of this lock panics").insert(name, version);
+    /// The store of the Nodes has its first list: from now on the pools are looked at.
+    pub fn nodes_are_known(&self) {
+        for node in self.nodes.state() {
+            self.declared().see(&node);
+        }
+        self.nodes_known.send_replace(true);
     }
 
-    /// The store of Nodes is fed by another watch, which may be behind the one that woke this controller.
-    fn is_behind(&self, nodes: &[Arc<Node>]) -> bool {
-        let seen = self.seen.lock().expect("no holder of this lock panics");
-        let newest = |node: &Node| seen.get(node.metadata.name.as_deref().unwrap_or_default()).copied();
-        nodes.iter().any(|node| newest(node).is_some_and(|newest| version(node) < newest))
+    fn declared(&self) -> MutexGuard<'_, Declared> {
+        self.declared.lock().expect("no holder of this lock panics")
+    }
+
+    /// The Nodes that declare the pool, by name.
+    fn nodes_of(&self, pool: &PoolId) -> Vec<Arc<Node>> {
+        let names = self.declared().nodes_of(pool);
+        names.iter().filter_map(|name| self.nodes.get(&ObjectRef::new(name))).collect()
     }
 
     fn paced(&self, name: &str) -> Option<Duration> {
@@ -109,11 +120,6 @@ impl PoolControl {
     }
 }
 
-/// Versions of one object are comparable numbers.
-fn version(node: &Node) -> u128 {
-    node.metadata.resource_version.as_deref().and_then(|version| version.parse().ok()).unwrap_or(0)
-}
-
 /// Makes the objects of pools that a node declares for the first time.
 pub async fn ensure(ctx: &Ctx, pools: impl Iterator<Item = &PoolId>) -> Result<(), kube::Error> {
     let api = Api::<StoragePool>::all(ctx.client.clone());
@@ -127,32 +133,25 @@ pub async fn ensure(ctx: &Ctx, pools: impl Iterator<Item = &PoolId>) -> Result<(
     Ok(())
 }
 
-/// Runs until the leadership ends.
-pub async fn run(controller: Controller<StoragePool>, control: Arc<PoolControl>) {
-    let ctx = control.ctx.clone();
-    let declared = Mutex::new(HashMap::new());
-    let watched = control.clone();
-    let touched = move |node: Node| {
-        watched.saw(&node);
-        pools_of(&node, &declared)
+/// Runs until the leadership ends. `nodes`: those that the room of the nodes has looked at, in the store that it fills.
+pub async fn run(
+    controller: Controller<StoragePool>,
+    control: Arc<PoolControl>,
+    nodes: mpsc::UnboundedReceiver<Arc<Node>>,
+) {
+    let (ctx, watched) = (control.ctx.clone(), control.clone());
+    let concerned = move |node: Arc<Node>| {
+        let pools = watched.declared().see(&node);
+        stream::iter(pools.into_iter().map(|pool| ObjectRef::new(pool.as_str())))
     };
     controller
         .trigger_backoff(WatchBackoff::default())
         .with_config(Config::default().concurrency(4))
-        .watches(Api::<Node>::all(ctx.client.clone()), watcher::Config::default(), touched)
+        .reconcile_on(UnboundedReceiverStream::new(nodes).flat_map(concerned))
         .graceful_shutdown_on(ctx.stop.clone().cancelled_owned())
         .run(reconcile, retry, control)
         .for_each(async |outcome| log_watch_error(outcome.err()))
         .await;
-}
-
-/// The pools that the node declares, and those that it declared when it was last seen.
-fn pools_of(node: &Node, declared: &Mutex<HashMap<String, Vec<PoolId>>>) -> Vec<ObjectRef<StoragePool>> {
-    let name = node.metadata.name.clone().unwrap_or_default();
-    let now: Vec<_> = node.status.iter().flat_map(|status| &status.pools).map(|pool| pool.id.clone()).collect();
-    let before = declared.lock().expect("no holder of this lock panics").insert(name, now.clone()).unwrap_or_default();
-    let gone = before.into_iter().filter(|pool| !now.contains(pool)).collect::<Vec<_>>();
-    now.iter().chain(&gone).map(|pool| ObjectRef::new(pool.as_str())).collect()
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "the controller calls it so")]
@@ -177,16 +176,15 @@ async fn reconcile(pool: Arc<StoragePool>, control: Arc<PoolControl>) -> Result<
     metrics::counter!("kibotos_reconciles_total", "kind" => "StoragePool").increment(1);
     let name = pool.metadata.name.clone().unwrap_or_default();
     let Ok(id) = name.parse::<PoolId>() else { return Ok(Action::await_change()) };
+    if control.nodes_known.subscribe().wait_for(|known| *known).await.is_err() {
+        return Ok(Action::await_change());
+    }
     control.tell_members(&pool);
     if pool.spec.lost.is_some() {
         control.tell_lost(&id);
     }
-    let nodes = control.nodes.state();
-    if control.is_behind(&nodes) {
-        return Ok(Action::requeue(CATCH_UP));
-    }
-    let mut declarations: Vec<_> = nodes.iter().filter_map(|node| declaration(node, &name)).collect();
-    declarations.sort_by(|a, b| a.node.cmp(&b.node));
+    let nodes = control.nodes_of(&id);
+    let declarations: Vec<_> = nodes.iter().filter_map(|node| declaration(node, &name)).collect();
     let status = compute(&pool, &declarations, control.usage.of_pool(&id), &now());
     if pool.status.as_ref() == Some(&status) {
         return Ok(Action::requeue(PERIOD));

@@ -2,6 +2,7 @@
 
 mod commands;
 mod controller;
+mod declared;
 mod index;
 mod status;
 mod unowned;

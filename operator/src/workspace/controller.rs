@@ -146,7 +146,7 @@ async fn wake_waiting(world: Arc<World>) {
 
 /// A session that came or went concerns what is on its node, and deletions in the pools that it reaches.
 async fn follow_sessions(world: Arc<World>) {
-    let mut changes = world.ctx.registry.changes();
+    let mut changes = world.ctx.registry.moves();
     let mut known: HashMap<NodeId, String> = HashMap::new();
     let mut reached = BTreeSet::new();
     loop {
