@@ -46,6 +46,9 @@ const PERIOD: Duration = Duration::from_secs(60);
 const FIRST_WORDS: Duration = Duration::from_millis(500);
 /// A Node's status follows a busy allocation at this pace.
 const PACE: Duration = Duration::from_secs(1);
+/// And in a large fleet more slowly, so that a burst of starts is not slowed down by the words about it: all of them
+/// together write so often.
+const PACE_OF_ALL: Duration = Duration::from_millis(20);
 /// However a host changes its word: so many writes at once, and then one each second.
 const WRITES_AT_ONCE: u32 = 20;
 const CONCURRENCY: u16 = 16;
@@ -124,8 +127,9 @@ impl NodeControl {
 
     /// Time left until the next write that follows usage alone.
     fn paced(&self, id: &NodeId) -> Option<Duration> {
+        let pace = pace(self.ctx.nodes.fleet());
         let written = self.written.lock().expect("no holder of this lock panics");
-        written.get(id).and_then(|written| PACE.checked_sub(written.last.elapsed()))
+        written.get(id).and_then(|written| pace.checked_sub(written.last.elapsed()))
     }
 
     /// Time left until the next write of any kind.
@@ -160,6 +164,11 @@ impl NodeControl {
         }
         Ok(written)
     }
+}
+
+/// Between two writes of one Node that follow usage alone. A report is written down as often as a Node is looked at.
+fn pace(fleet: usize) -> Duration {
+    PACE_OF_ALL.saturating_mul(u32::try_from(fleet).unwrap_or(u32::MAX)).clamp(PACE, PERIOD)
 }
 
 /// Takes in the facts of all Nodes, by one quorum read, before anything is decided on them.
@@ -418,4 +427,15 @@ fn news(old: &Node, new: &Node) -> Vec<(String, String)> {
         .chain(quarantined)
         .chain(duplicate.map(|condition| (condition.reason, condition.message)))
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_large_fleet_writes_of_each_node_less_often() {
+        let seconds = |fleet| pace(fleet).as_secs();
+        assert_eq!([0, 1, 50, 500, 3000, 100_000].map(seconds), [1, 1, 1, 10, 60, 60]);
+    }
 }
