@@ -20,7 +20,7 @@ use anyhow::{Context as _, Result};
 use clap::{Parser, ValueEnum};
 use kibo_e2e::local::Progress;
 
-use figures::Figure;
+use figures::{Extent, Figure, Sizes};
 use report::Section;
 use site::Site;
 
@@ -34,6 +34,12 @@ struct Cli {
     /// Starts beside as many bare boots
     #[arg(long, default_value_t = 10, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pairs: u32,
+    /// Numbers of simulated nodes on which placement is measured
+    #[arg(long, default_values_t = [1000, 5000], value_delimiter = ',', value_name = "N", value_parser = clap::value_parser!(u32).range(1..=9999))]
+    nodes: Vec<u32>,
+    /// Objects that are placed on them
+    #[arg(long, default_value_t = 5000, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    objects: u32,
     /// Write everything into this file as well, as docs/figures.md is
     #[arg(long, value_name = "FILE", conflicts_with = "figures")]
     markdown: Option<PathBuf>,
@@ -75,10 +81,12 @@ async fn run(cli: Cli) -> Result<()> {
 async fn measure(cli: &Cli, site: &Site) -> Result<Vec<Section>> {
     site.up().await?;
     let figures = if cli.figures.is_empty() { Figure::value_variants() } else { &cli.figures };
+    let placement = Sizes { nodes: cli.nodes.clone(), objects: cli.objects };
+    let extent = Extent { pairs: cli.pairs, placement };
     let mut sections = Vec::new();
     for figure in figures {
         let name = figure.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());
-        let measured = Progress::Shown.step(&name, Box::pin(figure.measure(site, cli.pairs))).await?;
+        let measured = Progress::Shown.step(&name, Box::pin(figure.measure(site, &extent))).await?;
         for section in &measured {
             println!("\n{}", section.text());
         }

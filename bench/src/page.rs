@@ -11,7 +11,7 @@ const HEAD: &str = "\
 # Figures
 
 Measured with `hack/bench` and written by it (`hack/bench --markdown docs/figures.md`, as root, on a machine that does nothing
-else; about a quarter of an hour, and `hack/bench start` measures that figure alone). It builds release programs, starts a cluster of
+else; about an hour, and `hack/bench start` measures that figure alone). It builds release programs, starts a cluster of
 its own on loopback with one node, and takes it down afterwards. Figures with an aim are ratios of things measured in turns in
 one run, counts, or amounts of memory, so that they can be compared between machines. They are no tests: a figure that misses
 its aim is shown and fails nothing. In production `kibotos_start_seconds` of the operator's `/metrics` and the line `available`

@@ -4,6 +4,7 @@ use std::{
     env, fs,
     path::{Path, PathBuf},
     process::Stdio,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
@@ -35,6 +36,8 @@ const CLEAR_POLL: Duration = Duration::from_millis(100);
 pub struct Site {
     cluster: LocalCluster,
     root: PathBuf,
+    /// Clusters beside it, which have to go whatever happens.
+    others: Mutex<Vec<Arc<LocalCluster>>>,
 }
 
 impl Site {
@@ -43,7 +46,7 @@ impl Site {
         // Short, because sockets live below it and their paths may have 107 bytes only.
         let root = env::temp_dir().join(format!("kibo-bench-{}", std::process::id()));
         let cluster = LocalCluster::open(root.clone(), Programs::find(Need::Everything)?, Progress::Shown)?;
-        Ok(Self { cluster, root })
+        Ok(Self { cluster, root, others: Mutex::default() })
     }
 
     pub async fn up(&self) -> Result<()> {
@@ -66,14 +69,32 @@ impl Site {
         Ok(())
     }
 
+    /// A further cluster without nodes, not started yet.
+    pub fn another(&self, name: &str) -> Result<Arc<LocalCluster>> {
+        let root = env::temp_dir().join(format!("kibo-bench-{}-{name}", std::process::id()));
+        let cluster = Arc::new(LocalCluster::open(root, Programs::find(Need::Operator)?, Progress::Shown)?);
+        self.others().push(cluster.clone());
+        Ok(cluster)
+    }
+
+    /// It is not needed any more.
+    pub async fn close(&self, cluster: &Arc<LocalCluster>) -> Result<()> {
+        take_down(cluster, false).await?;
+        self.others().retain(|other| !Arc::ptr_eq(other, cluster));
+        Ok(())
+    }
+
+    fn others(&self) -> MutexGuard<'_, Vec<Arc<LocalCluster>>> {
+        self.others.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes down all that there is.
     pub async fn down(self, keep: bool) -> Result<()> {
-        self.cluster.down().await?;
-        if keep {
-            eprintln!("kept: {}", self.root.display());
-            return Ok(());
+        let others = std::mem::take(&mut *self.others());
+        for other in &others {
+            take_down(other, keep).await?;
         }
-        drop(self.cluster);
-        fs::remove_dir_all(&self.root).with_context(|| format!("failed to remove {}", self.root.display()))
+        take_down(&self.cluster, keep).await
     }
 
     pub fn cluster(&self) -> &LocalCluster {
@@ -151,6 +172,16 @@ impl Site {
         };
         tokio::time::timeout(CLEAR_LIMIT, cleared).await.context("the Workspaces are not gone in time")?
     }
+}
+
+async fn take_down(cluster: &LocalCluster, keep: bool) -> Result<()> {
+    cluster.down().await?;
+    let root = cluster.layout().root();
+    if keep {
+        eprintln!("kept: {}", root.display());
+        return Ok(());
+    }
+    fs::remove_dir_all(root).with_context(|| format!("failed to remove {}", root.display()))
 }
 
 async fn delete_all<K>(api: &Api<K>) -> Result<()>

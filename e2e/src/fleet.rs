@@ -1,9 +1,11 @@
 //! Many nodes in one process: the daemon's own sessions, admission, pools and spools, each with a state directory of its
-//! own, and no virtual machines. What the operator sees of them is what it would see of as many idle hosts.
+//! own, and no virtual machines. What the operator sees of them is what it would see of as many hosts. They take what
+//! they are offered, by their own admission, and then run none of it.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
@@ -39,6 +41,9 @@ const TOKEN_VALID: SignedDuration = SignedDuration::from_mins(30);
 const SIDE_BY_SIDE: usize = 16;
 const ENROLLED_WITHIN: Duration = Duration::from_secs(120);
 
+/// What a Template names to be admitted here; nobody reads it.
+pub const ROOT_IMAGE: &str = "none";
+
 /// The nodes; their sessions end with [`Fleet::end`].
 pub struct Fleet {
     directory: TempDir,
@@ -53,7 +58,11 @@ impl Fleet {
         let client = cluster.client().await?;
         let kept = TempDir::with_prefix_in("kibo-fleet-", memory().unwrap_or(cluster.layout().root()))?;
         let directory = kept.path();
-        fs::create_dir_all(directory.join("images"))?;
+        let images = directory.join("images");
+        fs::create_dir_all(&images)?;
+        fs::write(images.join(format!("{ROOT_IMAGE}.erofs")), "")?;
+        // They share a host, and one look at it is enough.
+        let host = Host::start("/proc".into(), directory.join("cgroups"));
         let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
         let ca = maps.get("kibotos-ca").await?.data.unwrap_or_default().remove("ca.crt").context("no ca.crt")?;
         fs::write(directory.join("ca.crt"), &ca)?;
@@ -62,13 +71,13 @@ impl Fleet {
 
         let shutdown = CancellationToken::new();
         let make = |number: usize| {
-            let (client, shutdown) = (client.clone(), shutdown.clone());
+            let (client, shutdown, host) = (client.clone(), shutdown.clone(), host.clone());
             async move {
                 let id: NodeId = name(number).parse()?;
                 let secret = secrets::generate()?;
                 register(&client, &id, &secret).await?;
                 let token = EnrollmentToken { node_id: id.to_string(), secret, ca_hash };
-                let node = prepare(directory, &id, &token, endpoints)?;
+                let node = prepare(directory, &id, &token, endpoints, host)?;
                 let running = tokio::spawn(session::run(node, shutdown));
                 enrolled(directory, &id).await?;
                 anyhow::Ok(running)
@@ -121,7 +130,13 @@ async fn enrolled(directory: &Path, id: &NodeId) -> Result<()> {
 }
 
 /// The rooms of one daemon, as the daemon itself puts them together.
-fn prepare(directory: &Path, id: &NodeId, token: &EnrollmentToken, endpoints: &[String]) -> Result<Arc<Node<Nothing>>> {
+fn prepare(
+    directory: &Path,
+    id: &NodeId,
+    token: &EnrollmentToken,
+    endpoints: &[String],
+    host: Arc<Host>,
+) -> Result<Arc<Node<Taken>>> {
     let own = directory.join(id.as_str());
     fs::create_dir_all(&own)?;
     fs::write(own.join("enroll.token"), token.expose())?;
@@ -146,25 +161,31 @@ fn prepare(directory: &Path, id: &NodeId, token: &EnrollmentToken, endpoints: &[
         state: NodeState::open(&dir)?,
         pools: Arc::new(Pools::open(&config.storage_pools, config.fence, id)?),
         spool: Arc::new(EventSpool::open(&config.spool_dir())?),
-        host: Host::start(config.host.proc.clone(), directory.join("cgroups")),
-        instances: Nothing,
+        host,
+        instances: Taken::default(),
         config,
         dir,
     };
     Ok(Arc::new(Node::new(parts)))
 }
 
-/// A host that runs nothing, and is asked for nothing.
-#[derive(Clone, Copy, Debug)]
-struct Nothing;
+/// What a node has taken: it counts as running there, and nothing of it does.
+#[derive(Debug, Default)]
+struct Taken(Mutex<BTreeMap<InstanceId, Summary>>);
 
 fn no_instance() -> StreamError {
     StreamError { failure: v1::StreamFailure::NoInstance, message: "a fleet runs nothing".to_owned() }
 }
 
-impl InstanceControl for Nothing {
+impl Taken {
+    fn all(&self) -> MutexGuard<'_, BTreeMap<InstanceId, Summary>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl InstanceControl for Taken {
     fn list(&self) -> Vec<Summary> {
-        Vec::new()
+        self.all().values().cloned().collect()
     }
 
     fn problem(&self, _: InstanceId) -> Option<String> {
@@ -172,22 +193,35 @@ impl InstanceControl for Nothing {
     }
 
     fn inventory(&self) -> Result<Vec<Inventoried>, String> {
-        Ok(Vec::new())
+        if self.all().is_empty() { Ok(Vec::new()) } else { Err("a fleet has nothing that could be adopted".to_owned()) }
     }
 
     async fn start(&self, launch: Launch) {
-        tracing::error!(instance = %launch.instance(), "a fleet starts nothing");
+        let summary = Summary {
+            id: launch.instance(),
+            workspace_uid: launch.workspace.uid.clone(),
+            state: v1::InstanceState::Starting,
+            cpu: launch.cpu,
+            allocated_memory: launch.allocated_memory,
+            pools: launch.objects().map(|granted| granted.object.pool.clone()).collect(),
+        };
+        self.all().insert(summary.id, summary);
     }
 
-    fn stop(&self, _: InstanceId, _: StopMode) -> bool {
+    /// There is no process to wait for: its grants are closed as those of an Instance that is not here.
+    fn stop(&self, instance: InstanceId, _: StopMode) -> bool {
+        self.all().remove(&instance);
         false
     }
 
-    fn tear_down(&self, _: InstanceId, _: &str) -> bool {
+    fn tear_down(&self, instance: InstanceId, _: &str) -> bool {
+        self.all().remove(&instance);
         false
     }
 
-    async fn destroy_all(&self, _: v1::EndReason, _: &str) {}
+    async fn destroy_all(&self, _: v1::EndReason, _: &str) {
+        self.all().clear();
+    }
 
     async fn exec(&self, _: v1::ExecRequest) -> Result<ExecStream, StreamError> {
         Err(no_instance())

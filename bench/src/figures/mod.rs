@@ -6,6 +6,7 @@ mod fleet;
 mod large;
 mod memory;
 mod moving;
+mod placement;
 mod start;
 mod storage;
 mod streams;
@@ -17,6 +18,7 @@ use anyhow::Result;
 use clap::ValueEnum;
 use jiff::Timestamp;
 
+pub use self::placement::Sizes;
 use crate::{report::Section, site::Site};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -43,12 +45,22 @@ pub enum Figure {
     Fleet,
     /// Places found in a second for 5000 requests on 5000 nodes
     Decisions,
+    /// Placements in a second with the API server, beside kube-scheduler
+    Placement,
+}
+
+/// How much of it.
+#[derive(Clone, Debug)]
+pub struct Extent {
+    /// Starts beside as many bare boots.
+    pub pairs: u32,
+    pub placement: Sizes,
 }
 
 impl Figure {
-    pub async fn measure(self, site: &Site, pairs: u32) -> Result<Vec<Section>> {
+    pub async fn measure(self, site: &Site, extent: &Extent) -> Result<Vec<Section>> {
         match self {
-            Self::Start => start::measure(site, pairs).await,
+            Self::Start => start::measure(site, extent.pairs).await,
             Self::Ten => ten::measure(site).await,
             Self::Memory => memory::measure(site).await,
             Self::Writes => writes::measure(site).await,
@@ -59,6 +71,7 @@ impl Figure {
             Self::Move => moving::measure(site).await,
             Self::Fleet => fleet::measure(site).await,
             Self::Decisions => decisions::measure(),
+            Self::Placement => placement::measure(site, &extent.placement).await,
         }
     }
 }

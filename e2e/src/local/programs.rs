@@ -64,6 +64,11 @@ impl Programs {
         self.control_plane.join("bin/kubectl")
     }
 
+    /// No part of a local cluster, and built where it is asked for: by `KIBOTOS_KUBE_SCHEDULER`, else by its script.
+    pub fn kube_scheduler(&self) -> Result<PathBuf, ProgramsError> {
+        built("KIBOTOS_KUBE_SCHEDULER", &self.repository.join("hack/control-plane/scheduler"))
+    }
+
     pub fn kibo(&self) -> PathBuf {
         self.own.join("kibo")
     }
