@@ -28,6 +28,7 @@ pub mod policy;
 pub mod storage_pool;
 pub mod template;
 pub mod tombstone;
+pub mod usage;
 pub mod volume;
 pub mod workspace;
 pub mod yaml;

@@ -1,16 +1,20 @@
 //! Ratios and memory: how much a node takes, and when it takes nothing more. Real daemons; the host's memory is what a
 //! test writes into the files that its daemon reads.
 
+use std::collections::BTreeSet;
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use kibo_crds::workspace::WorkspacePhase;
 use kibo_crds::{Node, OvercommitPolicy};
-use kibo_e2e::local::{Component, LocalNode};
+use kibo_e2e::local::{Component, LocalNode, cgroups_of};
 use kibo_e2e::suite::host_files::HostFiles;
 use kibo_e2e::suite::typed::{result, said};
-use kibo_e2e::suite::{Place, Suite, execution, has_failed, is_available, why};
+use kibo_e2e::suite::{Place, Suite, eventually, execution, has_failed, is_available, why};
 use kube::api::{Patch, PatchParams};
 use serde_json::{Value, json};
 
@@ -23,6 +27,8 @@ fn main() -> ExitCode {
         .test("a_host_that_is_short_of_memory_takes_nothing_new", memory_tight)
         .test("what_a_host_does_not_tell_is_absent", unreadable)
         .test("a_node_that_does_not_confirm_its_ratios_takes_nothing", unconfirmed)
+        .test("a_guest_that_the_kernel_kills_for_memory_is_stopped_and_starts_again", out_of_memory)
+        .test("a_ratio_that_changes_a_hundred_times_is_never_exceeded", changing_ratio)
         .alone("the_default_reaches_every_node_within_its_session", default_ratios)
         .run()
 }
@@ -199,6 +205,131 @@ async fn unconfirmed(place: Arc<Place>) -> Result<()> {
     ensure!(session(&back).is_some_and(|(id, _)| id != before), "it confirms in a new session");
     start(&place, "waits", "again", &id).await?;
     place.available("waits").await?;
+    Ok(())
+}
+
+/// What the cgroup of an Instance may use: as much as it does now, and so many bytes more.
+fn limit_memory(node: &str, instance: &str, more: u64) -> Result<()> {
+    let files = |cgroup: &Path| {
+        let v1 = (cgroup.join("memory.usage_in_bytes"), cgroup.join("memory.limit_in_bytes"));
+        [v1, (cgroup.join("memory.current"), cgroup.join("memory.max"))]
+    };
+    let cgroups = cgroups_of(node).into_iter().filter(|cgroup| cgroup.ends_with(instance));
+    let found = cgroups.flat_map(|cgroup| files(&cgroup)).find(|(used, _)| used.is_file());
+    let (used, limit) = found.with_context(|| format!("no memory cgroup of {instance}"))?;
+    let used: u64 = std::fs::read_to_string(&used)?.trim().parse()?;
+    std::fs::write(&limit, (used + more).to_string()).with_context(|| format!("cannot write {}", limit.display()))
+}
+
+async fn out_of_memory(place: Arc<Place>) -> Result<()> {
+    let node = place.node("2", "1Gi").await?;
+    place.create_workspace("other", running(&node)).await?;
+    let mut greedy = running(&node);
+    greedy["resources"] = json!({ "memory": "256Mi" });
+    place.create_workspace("greedy", greedy).await?;
+    let (other, greedy) = (place.available("other").await?, place.available("greedy").await?);
+    let (vm, (_, instance)) = (place.vm(&other)?, execution(&greedy)?);
+    limit_memory(&node, &instance, 8 << 20)?;
+    let eats = ["workspace", "exec", "greedy", "--", "sh", "-c", "head -c 100M /dev/zero | tail"];
+    let ran = place.kibo(&eats).await?;
+    ensure!(ran.code != 0, "{ran:?}");
+    let ended = place.phase("greedy", WorkspacePhase::Stopped, SOON).await?;
+    ensure!(why(&ended).starts_with("OutOfMemory"), "{}", why(&ended));
+    let shown = place.kibo(&["workspace", "get", "greedy"]).await?.ok()?;
+    ensure!(shown.contains("killed because its memory ran out"), "{shown}");
+    let kept = place.workspace("other", "is there", SOON, |_| true).await?;
+    ensure!(is_available(&kept) && place.vm(&kept)? == vm, "the other guest was disturbed: {}", why(&kept));
+
+    start(&place, "greedy", "again", &node).await?;
+    place.available("greedy").await?;
+    uses_are_told(&place, &node).await
+}
+
+/// What each Workspace uses of what is kept for it, as soon as its node has reported it.
+async fn uses_are_told(place: &Place, node: &str) -> Result<()> {
+    let told = async || {
+        let top = result(place, &["top", "workspaces", "--node", node]).await?;
+        let rows = top["workspaces"].as_array().cloned().unwrap_or_default();
+        ensure!(rows.len() == 2, "{top:#}");
+        Ok(rows.iter().all(|row| row["memory_used_bytes"].is_u64() && row["cpu_used_millis"].is_u64()).then_some(rows))
+    };
+    let rows = eventually("the node has told what its VMs use", Duration::from_secs(120), told).await?;
+    for row in &rows {
+        let (used, kept) = (row["memory_used_bytes"].as_u64(), row["memory_allocated_bytes"].as_u64());
+        // An emulator's translated code counts as well, so it may be more than what is kept.
+        ensure!(used > Some(32 << 20) && kept >= Some(192 << 20), "{row:#}");
+    }
+    let usage =
+        place.kubectl(&["get", "workspaceusages", "other", "-o", "jsonpath={.used.memoryBytes}"]).await?.ok()?;
+    usage.trim().parse::<u64>().with_context(|| format!("no amount: {usage}"))?;
+    let figures = place.kibo(&["node", "get", node, "--wide"]).await?.ok()?;
+    ensure!(figures.contains("given out of the host"), "{figures}");
+    Ok(())
+}
+
+/// An admission as the node's log tells it.
+#[derive(Debug)]
+struct Admitted {
+    settings: u64,
+    cpu: u64,
+    cpu_limit: u64,
+}
+
+/// All admissions of a node.
+fn admissions(place: &Place, node: &str) -> Result<Vec<Admitted>> {
+    let log = std::fs::read_to_string(place.cluster().log(&Component::Node(node.to_owned())))?;
+    let admitted = log.lines().filter(|line| line.contains(" admitted ")).map(|line| {
+        let number = |name: &str| {
+            let value = line.split_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+            value.with_context(|| format!("no {name} in {line}"))?.parse::<u64>().map_err(anyhow::Error::from)
+        };
+        Ok(Admitted { settings: number("settings")?, cpu: number("cpu")?, cpu_limit: number("cpu_limit")? })
+    });
+    admitted.collect()
+}
+
+async fn changing_ratio(place: Arc<Place>) -> Result<()> {
+    const WORKSPACES: usize = 8;
+    const RATIOS: [&str; 5] = ["0", "1", "0.25", "2", "0.5"];
+    let node = place.node("1", "4Gi").await?;
+    place.ensure_template().await?;
+    let nodes = place.all::<Node>();
+    let ratio = async |cpu: &str| {
+        let patch = Patch::Merge(json!({ "spec": { "overcommit": { "cpu": cpu } } }));
+        nodes.patch(&node, &PatchParams::default(), &patch).await.with_context(|| format!("ratio {cpu}"))
+    };
+    // Each wants a quarter of what the node has; they wait for their turn, and some of them go again.
+    let names: Vec<_> = (0..WORKSPACES).map(|number| format!("load-{number}")).collect();
+    let create = async {
+        for name in &names {
+            place.create_workspace(name, json!({ "resources": { "cpu": "0.25" } })).await?;
+        }
+        Ok(())
+    };
+    let change = async {
+        for turn in 0..100 {
+            let patched = ratio(RATIOS[turn % RATIOS.len()]).await?;
+            let wanted = patched.metadata.generation;
+            // As fast as the node confirms.
+            becomes(&place, &node, "has confirmed its ratio", |node| {
+                let schedulable = condition(node, "Schedulable");
+                schedulable.is_some_and(|it| it.observed_generation >= wanted && it.reason != "SettingsUnconfirmed")
+            })
+            .await?;
+        }
+        anyhow::Ok(())
+    };
+    tokio::try_join!(create, change)?;
+    ratio("2").await?;
+    for name in &names {
+        place.available(name).await?;
+    }
+    let admitted = admissions(&place, &node)?;
+    ensure!(admitted.len() >= WORKSPACES, "{admitted:#?}");
+    let over: Vec<_> = admitted.iter().filter(|it| it.cpu > it.cpu_limit).collect();
+    ensure!(over.is_empty(), "more than the ratio in force allows: {over:#?}");
+    let revisions: BTreeSet<_> = admitted.iter().map(|it| it.settings).collect();
+    ensure!(revisions.len() > 1, "all were admitted under one ratio: {admitted:#?}");
     Ok(())
 }
 

@@ -153,6 +153,8 @@ fn fixed_cell(header: &str) -> Option<&'static str> {
         "USED" => Some("40.0Gi"),
         "FREE/CAPACITY" => Some("60.0Gi/100.0Gi"),
         "REG_VERSION" => Some("77"),
+        "CPU_USED/ALLOC" => Some("0.125/1"),
+        "MEM_USED/ALLOC" => Some("104.2Mi/192.0Mi"),
         _ => None,
     }
 }
@@ -170,10 +172,12 @@ fn tables(text: &str) -> String {
         let indent = line.len() - line.trim_start().len();
         let split = |line: &str| -> Vec<String> { GAP.split(line.trim()).map(str::to_owned).collect() };
         let headers = split(line);
+        // What runs only now may not be in a sample yet.
+        let is_of_use = headers.iter().any(|header| header == "MEM_USED/ALLOC");
         let mut rows = vec![headers.clone()];
         while let Some(row) = lines.next_if(|line| split(line).len() == headers.len()) {
             let fixed = |(cell, header): (String, &String)| match fixed_cell(header) {
-                Some(fixed) if cell != "-" => fixed.to_owned(),
+                Some(fixed) if cell != "-" || is_of_use => fixed.to_owned(),
                 _ => cell,
             };
             rows.push(split(row).into_iter().zip(&headers).map(fixed).collect());

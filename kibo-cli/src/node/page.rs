@@ -3,7 +3,7 @@
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kibo_crds::{
-    Node, Percent,
+    MilliCpu, Node, Percent,
     node::{Admission, EffectiveOvercommit, HostUsage, NodeClock, NodeStatus, RatioSource},
 };
 use kube::ResourceExt as _;
@@ -61,6 +61,9 @@ impl Present for One {
         }
         if let Some(usage) = &status.host_usage {
             page.section("Host usage", host_usage(usage, self.now));
+        }
+        if wide && status.session.is_some() {
+            page.section("Overcommit figures", figures(&status));
         }
         // One whose registration has ended is no member of any.
         if !matches!(status.admission, Some(Admission::Retired | Admission::Revoked)) {
@@ -155,6 +158,45 @@ fn clock(clock: &NodeClock) -> String {
         None => ABSENT,
     };
     format!("{}, give or take {}ms, kernel: {kernel}", clock.shown, clock.uncertainty_millis)
+}
+
+/// By what a ratio is set: how much of the host is given out, and how much of that is in use.
+fn figures(status: &NodeStatus) -> Table {
+    let (capacity, allocated) = (Measured::from(status.capacity.as_ref()), Measured::from(status.allocated.as_ref()));
+    let usage = status.host_usage.as_ref();
+    let used = Measured {
+        cpu: usage.and_then(|usage| usage.vm_cpu_milli),
+        memory: usage.and_then(|usage| usage.vm_memory_bytes),
+    };
+    let ratios = status.overcommit.as_ref();
+    let unused_cpu = allocated.cpu.zip(used.cpu).map(|(all, used)| MilliCpu(all.0.saturating_sub(used.0)));
+    let unused_memory = allocated.memory.zip(used.memory).map(|(all, used)| all.saturating_sub(used));
+    let mut table = Table::new(["FIGURE", "CPU", "MEMORY"]);
+    let mut row = |figure: &str, cpu: String, memory: String| table.row(vec![figure.to_owned(), cpu, memory]);
+    row("ratio", or_absent(ratios.map(|it| it.cpu)), or_absent(ratios.map(|it| it.memory)));
+    row(
+        "given out of the host",
+        part(allocated.cpu, capacity.cpu, cores, |cpu| cpu.0),
+        part(allocated.memory, capacity.memory, binary, |bytes| bytes.0),
+    );
+    row(
+        "used by VMs of that",
+        part(used.cpu, allocated.cpu, cores, |cpu| cpu.0),
+        part(used.memory, allocated.memory, binary, |bytes| bytes.0),
+    );
+    row("given out and not used", or_absent(unused_cpu.map(cores)), or_absent(unused_memory.map(binary)));
+    let idle = usage.and_then(|usage| usage.cpu_idle).map(|idle| format!("{idle} %"));
+    let available = usage.and_then(|usage| usage.memory_available_bytes).map(binary);
+    row("left on the host", or_absent(idle), or_absent(available));
+    table
+}
+
+/// `part/whole (percent)`; more than the whole is more than 100.
+fn part<T: Copy>(part: Option<T>, whole: Option<T>, show: fn(T) -> String, amount: fn(T) -> u64) -> String {
+    let percent = part.zip(whole).and_then(|(part, whole)| {
+        (u128::from(amount(part)) * 100).checked_div(u128::from(amount(whole))).map(|percent| format!(" ({percent} %)"))
+    });
+    shares(part, whole, show) + &percent.unwrap_or_default()
 }
 
 /// CPU and memory in one line; one sign when neither is known.

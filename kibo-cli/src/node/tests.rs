@@ -1,5 +1,5 @@
 use jiff::Timestamp;
-use kibo_crds::Node;
+use kibo_crds::{Bytes, MilliCpu, Node};
 
 use super::{list::Many, page::One, view::View};
 use crate::{
@@ -99,6 +99,34 @@ Session:     -
 Clock:       -
 ";
     assert_eq!(One { node: pending, events: Table::default(), now }.text(false), expected);
+}
+
+#[test]
+fn the_wide_page_has_the_figures_by_which_a_ratio_is_set() {
+    let mut node = nodes().remove(0);
+    let status = node.status.as_mut().unwrap();
+    let usage = status.host_usage.as_mut().unwrap();
+    (usage.vm_cpu_milli, usage.vm_memory_bytes) = (Some(MilliCpu(300)), Some(Bytes::mib(80)));
+    status.allocated = Some(serde_json::from_value(serde_json::json!({ "cpu": "6", "memory": "320Mi" })).unwrap());
+    let page = |node| One { node, events: Table::default(), now: Timestamp::from_second(90).unwrap() }.text(true);
+    let expected = "
+Overcommit figures:
+  FIGURE                   CPU           MEMORY
+  ratio                    2             1
+  given out of the host    6/4 (150 %)   320.0Mi/8.0Gi (3 %)
+  used by VMs of that      0.3/6 (5 %)   80.0Mi/320.0Mi (25 %)
+  given out and not used   5.7           240.0Mi
+  left on the host         97.31 %       800.0Mi
+";
+    let shown = page(node.clone());
+    assert!(shown.contains(expected), "{shown}");
+    node.status.as_mut().unwrap().host_usage = None;
+    let shown = page(node);
+    for line in
+        ["used by VMs of that      -/6", "given out and not used   -             -", "left on the host         -"]
+    {
+        assert!(shown.contains(line), "{line}: {shown}");
+    }
 }
 
 #[test]

@@ -47,6 +47,13 @@ pub struct View {
     pub is_memory_tight: bool,
 }
 
+impl View {
+    /// The most CPU and memory that may be allocated: capacity times ratio.
+    pub fn limits(&self, settings: &Settings) -> (MilliCpu, Bytes) {
+        (settings.cpu_ratio.of_cpu(self.resources.cpu), settings.memory_ratio.of_memory(self.resources.memory))
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// A new placement.
@@ -104,12 +111,11 @@ fn slots(view: &View, settings: &Settings) -> Result<(), Refusal> {
 
 fn amounts(demand: &Demand, view: &View, settings: &Settings) -> Result<(), Refusal> {
     let allocated = view.allocated;
-    let cpu = settings.cpu_ratio.of_cpu(view.resources.cpu);
+    let (cpu, memory) = view.limits(settings);
     if allocated.cpu.checked_add(demand.cpu).is_none_or(|sum| sum > cpu) {
         let message = format!("cpu {} does not fit: {} of {cpu} are allocated", demand.cpu, allocated.cpu);
         return refuse(RefuseReason::Cpu, message);
     }
-    let memory = settings.memory_ratio.of_memory(view.resources.memory);
     if allocated.memory.checked_add(demand.memory).is_none_or(|sum| sum > memory) {
         let message = format!("memory {} does not fit: {} of {memory} are allocated", demand.memory, allocated.memory);
         return refuse(RefuseReason::Memory, message);

@@ -113,7 +113,9 @@ impl Admission {
             let message = format!("{} is on this node or about to start already", request.instance);
             return Err(Refusal { reason: v1::RefuseReason::Stale, message });
         }
-        decide(&demand, &self.view(&state, instances, &request.root_image), Purpose::Offer)?;
+        let view = self.view(&state, instances, &request.root_image);
+        decide(&demand, &view, Purpose::Offer)?;
+        tell(request.instance, &demand, &view);
         let until = Some(now.after(RESERVED_FOR));
         state.ledger.reserve(offer_id.to_owned(), Reservation { instance: request.instance, demand, until });
         Ok(())
@@ -139,7 +141,9 @@ impl Admission {
         if state.ledger.holds(launch.instance()) {
             return Ok(());
         }
-        decide(&demand, &self.view(&state, instances, &launch.root_image), Purpose::Committed)?;
+        let view = self.view(&state, instances, &launch.root_image);
+        decide(&demand, &view, Purpose::Committed)?;
+        tell(launch.instance(), &demand, &view);
         let reservation = Reservation { instance: launch.instance(), demand, until: None };
         state.ledger.reserve(launch.instance().to_string(), reservation);
         Ok(())
@@ -174,6 +178,21 @@ impl Admission {
     fn has_root_image(&self, name: &RootImageName) -> bool {
         ["erofs", "squashfs"].iter().any(|suffix| self.images.join(format!("{name}.{suffix}")).is_file())
     }
+}
+
+/// What the node counts at the moment of an admission, and by which revision of its settings.
+fn tell(instance: InstanceId, demand: &Demand, view: &View) {
+    let Some(settings) = view.settings else { return };
+    let (cpu, memory) = view.limits(&settings);
+    tracing::info!(
+        %instance,
+        settings = settings.revision,
+        cpu = view.allocated.cpu.0.saturating_add(demand.cpu.0),
+        cpu_limit = cpu.0,
+        memory = view.allocated.memory.0.saturating_add(demand.memory.0),
+        memory_limit = memory.0,
+        "admitted"
+    );
 }
 
 /// What the Instances of a list use: those that have ended use nothing.

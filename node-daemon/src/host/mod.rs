@@ -8,3 +8,4 @@ mod vms;
 
 pub use tight::Thresholds;
 pub use usage::Host;
+pub use vms::VmUsage;

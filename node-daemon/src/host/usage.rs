@@ -1,19 +1,20 @@
 //! How the host is used: sampled every 10 s, and its memory read afresh at each admission.
 
 use std::{
+    collections::BTreeMap,
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
-use kibo_crds::{Bytes, Percent};
+use kibo_crds::{Bytes, InstanceId, Percent};
 use kibo_protocol::v1;
 use tokio::{sync::watch, time::MissedTickBehavior};
 
 use super::{
     proc::{CpuTicks, Memory, Pressure, Proc},
     tight::Thresholds,
-    vms::{VmUsage, Vms},
+    vms::{Look, VmUsage, Vms},
 };
 use crate::clock::BootTime;
 
@@ -37,11 +38,11 @@ struct State {
     newest: Option<Sample>,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Sample {
     at: BootTime,
     memory: Option<Memory>,
-    vms: Option<VmUsage>,
+    vms: Look,
     cpu_idle: Option<Percent>,
     cpu_pressure: Pressure,
     memory_pressure: Pressure,
@@ -95,7 +96,7 @@ impl Host {
         let turned = {
             let mut state = self.state();
             state.sample(&self.proc);
-            let memory = state.newest.and_then(|sample| sample.memory);
+            let memory = state.newest.as_ref().and_then(|sample| sample.memory);
             state.turn(memory)
         };
         self.tell(turned);
@@ -110,10 +111,10 @@ impl Host {
     /// As the session reports it; `None` before the first sample.
     pub fn report(&self) -> Option<v1::HostUsage> {
         let state = self.state();
-        let sample = state.newest?;
+        let sample = state.newest.as_ref()?;
         let now = BootTime::now();
         let share = |percent: Option<Percent>| percent.map(Percent::hundredths);
-        let vms = sample.vms.unwrap_or_default();
+        let vms = sample.vms.all.unwrap_or_default();
         let tight_for = state.tight_since.map(|since| millis(now.since(since)));
         Some(v1::HostUsage {
             age_millis: millis(now.since(sample.at)),
@@ -129,6 +130,11 @@ impl Host {
             memory_pressure_some: share(sample.memory_pressure.some),
             memory_pressure_full: share(sample.memory_pressure.full),
         })
+    }
+
+    /// What each VM of the host used in the newest sample, of whichever node it is.
+    pub fn vms(&self) -> BTreeMap<InstanceId, VmUsage> {
+        self.state().newest.as_ref().map(|sample| sample.vms.each.clone()).unwrap_or_default()
     }
 
     /// Samples for as long as somebody else holds the host.
@@ -177,7 +183,7 @@ impl State {
             (Some(now), Some(before)) => now.idle_since(before),
             _ => None,
         };
-        let since = self.newest.map(|newest| at.since(newest.at));
+        let since = self.newest.as_ref().map(|newest| at.since(newest.at));
         self.cpu = cpu;
         self.newest = Some(Sample {
             at,

@@ -1,12 +1,13 @@
 //! When the node reports: every minute, and soon after something changed.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
+use kibo_crds::InstanceId;
 use kibo_protocol::v1;
 use tokio::time::Instant;
 
 use super::{control::InstanceControl, node::Node};
-use crate::admission;
+use crate::{admission, host::VmUsage, instance::Summary};
 
 const EVERY: Duration = Duration::from_secs(60);
 /// Changes within this time go together.
@@ -69,7 +70,8 @@ impl Reporter {
 }
 
 pub fn report<I: InstanceControl>(node: &Node<I>) -> v1::Report {
-    let allocated = admission::allocated(&node.instances.list());
+    let instances = node.instances.list();
+    let allocated = admission::allocated(&instances);
     v1::Report {
         allocated_cpu_milli: allocated.cpu.0,
         allocated_memory_bytes: allocated.memory.0,
@@ -77,7 +79,21 @@ pub fn report<I: InstanceControl>(node: &Node<I>) -> v1::Report {
         pools: node.pools.iter().map(crate::pool::Pool::report).collect(),
         settings_revision: node.admission.settings_revision(),
         host: node.host.report(),
+        instance_usages: usages(&instances, &node.host.vms()),
     }
+}
+
+/// Other nodes of this host report their own.
+fn usages(instances: &[Summary], vms: &BTreeMap<InstanceId, VmUsage>) -> Vec<v1::InstanceUsage> {
+    let usage = |instance: &Summary| {
+        let vm = vms.get(&instance.id)?;
+        Some(v1::InstanceUsage {
+            instance_id: instance.id.to_string(),
+            cpu_milli: vm.cpu.map(|cpu| cpu.0),
+            memory_bytes: vm.memory.map(|memory| memory.0),
+        })
+    };
+    instances.iter().filter_map(usage).collect()
 }
 
 #[cfg(test)]

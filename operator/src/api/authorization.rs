@@ -1,6 +1,6 @@
 //! Whether a user may do it: Kubernetes decides, by a SubjectAccessReview.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, fmt};
 
 use k8s_openapi::api::authorization::v1::{
     ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec, SubjectAccessReviewStatus,
@@ -22,17 +22,56 @@ pub struct Target {
     pub subresource: Subresource,
 }
 
-/// Asks Kubernetes; an error means that the request is not served.
-pub async fn authorize(client: &Client, user: &User, target: &Target) -> Result<(), ApiError> {
-    let reviews: Api<SubjectAccessReview> = Api::all(client.clone());
-    let review = reviews
-        .create(&PostParams::default(), &review(user, target))
-        .await
-        .map_err(|error| ApiError::kubernetes("asking whether the user may do this", error))?;
-    decide(user, target, review.status)
+impl Target {
+    /// What a user must be allowed in order to use it.
+    pub fn right(&self) -> Right {
+        Right {
+            verb: self.subresource.verb(),
+            resource: "workspaces",
+            subresource: Some(self.subresource.name()),
+            namespace: Some(self.namespace.clone()),
+            name: Some(self.name.clone()),
+        }
+    }
 }
 
-fn review(user: &User, target: &Target) -> SubjectAccessReview {
+/// A right in the group of this API, as RBAC gives it. Displayed as Kubernetes words the lack of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Right {
+    pub verb: &'static str,
+    pub resource: &'static str,
+    pub subresource: Option<&'static str>,
+    /// Absent: in all of them.
+    pub namespace: Option<String>,
+    /// Absent: for every one.
+    pub name: Option<String>,
+}
+
+impl fmt::Display for Right {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "cannot {} resource \"{}", self.verb, self.resource)?;
+        if let Some(subresource) = self.subresource {
+            write!(f, "/{subresource}")?;
+        }
+        write!(f, "\" in API group {GROUP:?} ")?;
+        match &self.namespace {
+            Some(namespace) => write!(f, "in the namespace {namespace:?}"),
+            None => f.write_str("at the cluster scope"),
+        }
+    }
+}
+
+/// Asks Kubernetes; an error means that the request is not served.
+pub async fn authorize(client: &Client, user: &User, right: &Right) -> Result<(), ApiError> {
+    let reviews: Api<SubjectAccessReview> = Api::all(client.clone());
+    let review = reviews
+        .create(&PostParams::default(), &review(user, right))
+        .await
+        .map_err(|error| ApiError::kubernetes("asking whether the user may do this", error))?;
+    decide(user, right, review.status)
+}
+
+fn review(user: &User, right: &Right) -> SubjectAccessReview {
     SubjectAccessReview {
         spec: SubjectAccessReviewSpec {
             user: Some(user.name.clone()),
@@ -42,11 +81,11 @@ fn review(user: &User, target: &Target) -> SubjectAccessReview {
             resource_attributes: Some(ResourceAttributes {
                 group: Some(GROUP.to_owned()),
                 version: Some(VERSION.to_owned()),
-                resource: Some("workspaces".to_owned()),
-                subresource: Some(target.subresource.name().to_owned()),
-                verb: Some(target.subresource.verb().to_owned()),
-                namespace: Some(target.namespace.clone()),
-                name: Some(target.name.clone()),
+                resource: Some(right.resource.to_owned()),
+                subresource: right.subresource.map(str::to_owned),
+                verb: Some(right.verb.to_owned()),
+                namespace: right.namespace.clone(),
+                name: right.name.clone(),
                 ..ResourceAttributes::default()
             }),
             ..SubjectAccessReviewSpec::default()
@@ -56,7 +95,7 @@ fn review(user: &User, target: &Target) -> SubjectAccessReview {
 }
 
 /// Only a plain yes is a yes: no answer, or an explicit denial beside it, is none.
-fn decide(user: &User, target: &Target, answer: Option<SubjectAccessReviewStatus>) -> Result<(), ApiError> {
+fn decide(user: &User, right: &Right, answer: Option<SubjectAccessReviewStatus>) -> Result<(), ApiError> {
     let answer = answer.unwrap_or_default();
     if answer.allowed && !answer.denied.unwrap_or_default() {
         return Ok(());
@@ -64,10 +103,7 @@ fn decide(user: &User, target: &Target, answer: Option<SubjectAccessReviewStatus
     let why = [answer.reason, answer.evaluation_error].into_iter().flatten().filter(|text| !text.is_empty());
     Err(ApiError::Forbidden {
         user: user.name.clone(),
-        verb: target.subresource.verb(),
-        subresource: target.subresource,
-        namespace: target.namespace.clone(),
-        name: target.name.clone(),
+        right: right.clone(),
         why: why.fold(String::new(), |all, text| format!("{all}: {text}")),
     })
 }
@@ -93,7 +129,7 @@ mod tests {
             (Subresource::FilesWrite, "update"),
             (Subresource::Log, "get"),
         ] {
-            let spec = review(&jane(), &target(subresource)).spec;
+            let spec = review(&jane(), &target(subresource).right()).spec;
             let attributes = spec.resource_attributes.unwrap();
             assert_eq!((spec.user.as_deref(), spec.groups), (Some("jane"), Some(vec!["dev".to_owned()])));
             let said = [
@@ -122,7 +158,7 @@ mod tests {
             (answer(false, Some(true)), false),
             (None, false),
         ] {
-            let decision = decide(&jane(), &target(Subresource::Exec), answer.clone());
+            let decision = decide(&jane(), &target(Subresource::Exec).right(), answer.clone());
             assert_eq!(decision.is_ok(), allowed, "{answer:?}");
         }
     }
@@ -133,7 +169,7 @@ mod tests {
             evaluation_error: Some("role \"x\" not found".to_owned()),
             ..SubjectAccessReviewStatus::default()
         };
-        let error = decide(&jane(), &target(Subresource::Exec), Some(answer)).unwrap_err();
+        let error = decide(&jane(), &target(Subresource::Exec).right(), Some(answer)).unwrap_err();
         assert!(error.to_string().contains("role \"x\" not found"), "{error}");
     }
 }

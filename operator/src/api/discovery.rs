@@ -5,6 +5,8 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{
     APIGroup, APIGroupList, APIResource, APIResourceList, GroupVersionForDiscovery,
 };
 
+use kibo_crds::usage;
+
 use super::request::Subresource;
 
 pub const GROUP: &str = "subresources.kibotos.dev";
@@ -37,7 +39,16 @@ pub async fn resources() -> Json<APIResourceList> {
         verbs: verbs.iter().map(|&verb| verb.to_owned()).collect(),
         ..APIResource::default()
     };
-    Json(APIResourceList { group_version: group_version(), resources: Subresource::DISCOVERY.map(resource).into() })
+    let usages = APIResource {
+        name: usage::PLURAL.to_owned(),
+        singular_name: "workspaceusage".to_owned(),
+        kind: usage::KIND.to_owned(),
+        namespaced: true,
+        verbs: ["get", "list"].map(str::to_owned).into(),
+        ..APIResource::default()
+    };
+    let resources = Subresource::DISCOVERY.map(resource).into_iter().chain([usages]).collect();
+    Json(APIResourceList { group_version: group_version(), resources })
 }
 
 fn api_group() -> APIGroup {

@@ -18,6 +18,7 @@ mod registration;
 mod remote_command;
 mod request;
 mod status;
+mod usage;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -36,7 +37,7 @@ use kibo_protocol::v1::open_stream;
 use kube::Api;
 use tokio::{net::TcpListener, sync::watch, time::timeout};
 
-use crate::{context::Ctx, streams::StreamRegistry};
+use crate::{context::Ctx, streams::StreamRegistry, workspace::Workspaces};
 use authorization::Target;
 use channels::{Carries, Place};
 use exec::ExecOptions;
@@ -70,18 +71,18 @@ pub struct Options {
 
 /// Listens, and until the leadership ends serves the API and sees to its registration. What is returned takes the
 /// streams that nodes dial.
-pub async fn start(ctx: Ctx, options: Options) -> anyhow::Result<Arc<StreamRegistry>> {
+pub async fn start(ctx: Ctx, workspaces: Arc<Workspaces>, options: Options) -> anyhow::Result<Arc<StreamRegistry>> {
     let listener = TcpListener::bind(options.listen).await;
     let listener = listener.with_context(|| format!("cannot listen on {} for the aggregated API", options.listen))?;
     let streams = StreamRegistry::new(ctx.registry.clone());
     let tasks = ctx.tasks.clone();
-    tasks.spawn(run(ctx, streams.clone(), listener, options));
+    tasks.spawn(run(ctx, workspaces, streams.clone(), listener, options));
     Ok(Arc::new(streams))
 }
 
-async fn run(ctx: Ctx, streams: StreamRegistry, listener: TcpListener, options: Options) {
+async fn run(ctx: Ctx, workspaces: Arc<Workspaces>, streams: StreamRegistry, listener: TcpListener, options: Options) {
     let (current, trust) = watch::channel(None);
-    let server = Server { ctx: ctx.clone(), streams, trust: trust.clone() };
+    let server = Server { ctx: ctx.clone(), workspaces, streams, trust: trust.clone() };
     let serve = listener::serve(listener, Arc::new(options.serving), trust.clone(), server.router(), ctx.stop.clone());
     let listening = Listening { api: options.listen, session: options.session_listen };
     let register = register(&ctx, trust, &options.ca_pem, &options.reach, listening);
@@ -109,21 +110,27 @@ async fn register(ctx: &Ctx, mut trust: CurrentTrust, ca_pem: &str, reach: &Reac
 #[derive(Clone)]
 struct Server {
     ctx: Ctx,
+    workspaces: Arc<Workspaces>,
     streams: StreamRegistry,
     trust: CurrentTrust,
 }
 
 impl Server {
     fn router(self) -> Router {
-        let workspace = "/apis/subresources.kibotos.dev/v1alpha1/namespaces/{namespace}/workspaces/{name}";
+        let version = "/apis/subresources.kibotos.dev/v1alpha1";
+        let namespace = format!("{version}/namespaces/{{namespace}}");
+        let workspace = format!("{namespace}/workspaces/{{name}}");
         Router::new()
             .route("/apis", get(discovery::groups))
             .route("/apis/subresources.kibotos.dev", get(discovery::group))
-            .route("/apis/subresources.kibotos.dev/v1alpha1", get(discovery::resources))
+            .route(version, get(discovery::resources))
             .route(&format!("{workspace}/exec"), any(serve_stream::<ExecOptions>))
             .route(&format!("{workspace}/files"), any(serve_stream::<FilesOptions>))
             .route(&format!("{workspace}/portforward"), any(serve_stream::<PortForwardOptions>))
             .route(&format!("{workspace}/log"), get(serve_log))
+            .route(&format!("{version}/workspaceusages"), get(usage::everywhere))
+            .route(&format!("{namespace}/workspaceusages"), get(usage::in_namespace))
+            .route(&format!("{namespace}/workspaceusages/{{name}}"), get(usage::of_one))
             .fallback(async || ApiError::NoPath)
             .method_not_allowed_fallback(async || ApiError::Method("only GET is served here"))
             .layer(middleware::from_fn_with_state(self.clone(), authenticate))
@@ -133,7 +140,7 @@ impl Server {
 
     /// The Workspace, for a user who may have this part of it.
     async fn authorized(&self, user: &User, target: &Target) -> Result<Workspace, ApiError> {
-        authorization::authorize(&self.ctx.client, user, target).await?;
+        authorization::authorize(&self.ctx.client, user, &target.right()).await?;
         let workspaces: Api<Workspace> = Api::namespaced(self.ctx.client.clone(), &target.namespace);
         let found = workspaces.get_opt(&target.name).await;
         found

@@ -34,11 +34,6 @@ impl Subresource {
         }
     }
 
-    /// As RBAC names it.
-    pub fn resource(self) -> String {
-        format!("workspaces/{}", self.name())
-    }
-
     /// What a user must be allowed. A command or a connection changes things, and a write does, however the request
     /// is made: all of them begin with GET.
     pub fn verb(self) -> &'static str {

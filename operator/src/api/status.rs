@@ -8,7 +8,7 @@ use axum::{
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Status, StatusCause, StatusDetails};
 use kibo_crds::{NodeId, workspace::WorkspacePhase};
 
-use super::{discovery::GROUP, request::Subresource};
+use super::{authorization::Right, discovery::GROUP};
 use crate::streams::{OpenError, StreamLost};
 
 /// Why a request is not carried out.
@@ -16,18 +16,18 @@ use crate::streams::{OpenError, StreamLost};
 pub enum ApiError {
     #[error("the request did not come through the Kubernetes API server: {0}")]
     Unauthenticated(&'static str),
-    #[error("workspaces.{GROUP} {name:?} is forbidden: User {user:?} cannot {verb} resource \"{subresource}\" in API group {GROUP:?} in the namespace {namespace:?}{why}", subresource = .subresource.resource())]
-    Forbidden {
-        user: String,
-        verb: &'static str,
-        subresource: Subresource,
-        namespace: String,
-        name: String,
-        why: String,
-    },
+    #[error("{}.{GROUP} {:?} is forbidden: User {user:?} {right}{why}", right.resource, right.name.as_deref().unwrap_or_default())]
+    Forbidden { user: String, right: Right, why: String },
     #[error("workspaces.kibotos.dev {name:?} not found in the namespace {namespace:?}")]
     NoWorkspace { namespace: String, name: String },
-    #[error("no such path: this API serves exec, files, log and portforward of workspaces in {GROUP}")]
+    #[error(
+        "workspaceusages.{GROUP} {name:?} not found in the namespace {namespace:?}: no node has reported what it uses, \
+         since it does not run, or not long enough"
+    )]
+    NoUsage { namespace: String, name: String },
+    #[error(
+        "no such path: this API serves exec, files, log and portforward of workspaces, and workspaceusages, in {GROUP}"
+    )]
     NoPath,
     #[error("{0}")]
     BadRequest(String),
@@ -73,7 +73,7 @@ impl ApiError {
         match self {
             Self::Unauthenticated(_) => StatusCode::UNAUTHORIZED,
             Self::Forbidden { .. } => StatusCode::FORBIDDEN,
-            Self::NoWorkspace { .. } | Self::NoPath => StatusCode::NOT_FOUND,
+            Self::NoWorkspace { .. } | Self::NoUsage { .. } | Self::NoPath => StatusCode::NOT_FOUND,
             Self::BadRequest(_) => StatusCode::BAD_REQUEST,
             Self::Method(_) => StatusCode::METHOD_NOT_ALLOWED,
             Self::NotRunning { .. } | Self::Refused { .. } => StatusCode::CONFLICT,
@@ -86,7 +86,7 @@ impl ApiError {
         match self {
             Self::Unauthenticated(_) => "Unauthorized",
             Self::Forbidden { .. } => "Forbidden",
-            Self::NoWorkspace { .. } | Self::NoPath => "NotFound",
+            Self::NoWorkspace { .. } | Self::NoUsage { .. } | Self::NoPath => "NotFound",
             Self::BadRequest(_) => "BadRequest",
             Self::Method(_) => "MethodNotAllowed",
             Self::NotRunning { .. } | Self::Refused { .. } => "Conflict",
@@ -100,7 +100,9 @@ impl ApiError {
         let (name, cause) = match self {
             Self::NotRunning { name, .. } => (name, Some(("WorkspaceNotRunning", Some("status.phase")))),
             Self::Refused { name, .. } => (name, Some(("NodeRefused", None))),
-            Self::NoWorkspace { name, .. } | Self::Forbidden { name, .. } => (name, None),
+            Self::NoWorkspace { name, .. } | Self::Forbidden { right: Right { name: Some(name), .. }, .. } => {
+                (name, None)
+            }
             _ => return None,
         };
         let causes = cause.map(|(reason, field)| {
@@ -163,10 +165,13 @@ mod tests {
     fn a_refusal_of_rights_names_user_verb_and_resource() {
         let error = ApiError::Forbidden {
             user: "jane".to_owned(),
-            verb: "create",
-            subresource: Subresource::Exec,
-            namespace: "team".to_owned(),
-            name: "dev".to_owned(),
+            right: Right {
+                verb: "create",
+                resource: "workspaces",
+                subresource: Some("exec"),
+                namespace: Some("team".to_owned()),
+                name: Some("dev".to_owned()),
+            },
             why: String::new(),
         };
         let status = error.to_status();

@@ -1,7 +1,7 @@
 //! What a node says of its host, as the status has it.
 
 use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::SignedDuration};
-use kibo_crds::{Bytes, MilliCpu, Percent, node::HostUsage};
+use kibo_crds::{Bytes, InstanceId, MilliCpu, Percent, node::HostUsage, usage::Usage};
 use kibo_protocol::v1;
 
 /// Of a report that came at `reported`, by the operator's clock: the node says how long ago things were, not when.
@@ -21,6 +21,25 @@ pub fn host_usage(host: &v1::HostUsage, reported: &Time) -> HostUsage {
         memory_pressure_some: percent(host.memory_pressure_some),
         memory_pressure_full: percent(host.memory_pressure_full),
     }
+}
+
+/// What the VM of one Instance used.
+#[derive(Clone, Debug, PartialEq)]
+pub struct InstanceUsage {
+    pub instance: InstanceId,
+    pub sampled_at: Time,
+    pub used: Usage,
+}
+
+/// Of a report that came at `reported`. What names no Instance is left out.
+pub fn instance_usages(report: &v1::Report, reported: &Time) -> Vec<InstanceUsage> {
+    let Some(host) = &report.host else { return Vec::new() };
+    let sampled_at = before(reported, host.age_millis);
+    let usage = |told: &v1::InstanceUsage| {
+        let used = Usage { cpu_milli: told.cpu_milli.map(MilliCpu), memory_bytes: told.memory_bytes.map(Bytes) };
+        Some(InstanceUsage { instance: told.instance_id.parse().ok()?, sampled_at: sampled_at.clone(), used })
+    };
+    report.instance_usages.iter().filter_map(usage).collect()
 }
 
 /// Whole seconds, as Kubernetes writes times; a time before all times is the time itself.

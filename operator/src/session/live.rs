@@ -20,7 +20,7 @@ use super::clock::{Clock, Moment};
 use crate::{
     clock::now,
     leader::History,
-    node::{self, Live, Reported},
+    node::{self, InstanceUsage, Live, Reported},
 };
 
 /// Messages that may wait for a node that does not read; one more ends the session.
@@ -467,6 +467,12 @@ impl Session {
         state.pools = pools;
         state.report = Some(last);
         news
+    }
+
+    /// What its Instances used when it reported last.
+    pub fn usages(&self) -> Vec<InstanceUsage> {
+        let state = self.state();
+        state.report.as_ref().map(|last| node::instance_usages(&last.report, &last.time)).unwrap_or_default()
     }
 
     /// What the Node's status is computed from.

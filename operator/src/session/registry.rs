@@ -11,7 +11,7 @@ use kibo_crds::{Bytes, Incarnation, NodeId, PoolId};
 use kibo_protocol::v1::{self, to_node};
 use tokio::sync::watch;
 
-use crate::node::Refused;
+use crate::node::{InstanceUsage, Refused};
 
 use super::live::{Capacity, DeclaredPool, LastReport, OfferAnswer, Session, Settings};
 
@@ -160,6 +160,16 @@ impl Registry {
 
     pub fn snapshot_of(&self, node: &NodeId) -> Option<NodeSnapshot> {
         self.get(node).map(|session| snapshot_of(&session))
+    }
+
+    /// What the Instances of all nodes used when their nodes reported last.
+    pub fn usages(&self) -> Vec<(NodeId, InstanceUsage)> {
+        let sessions: Vec<_> = self.sessions().values().cloned().collect();
+        let of = |session: Arc<Session>| {
+            let node = session.node.clone();
+            session.usages().into_iter().map(move |usage| (node.clone(), usage))
+        };
+        sessions.into_iter().flat_map(of).collect()
     }
 
     /// Moves when a session came or went, or when what a node can take changed.

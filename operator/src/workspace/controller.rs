@@ -12,6 +12,7 @@ use tokio::sync::{Notify, broadcast::error::RecvError, mpsc, watch};
 
 use super::{
     hooks::Hooks,
+    index::Workspaces,
     placer,
     reconcile::reconcile,
     world::{Bells, Settings, World},
@@ -77,6 +78,11 @@ impl Room {
     /// What the session server and the node room need; usable from now on.
     pub fn hooks(&self) -> Arc<Hooks> {
         Arc::new(Hooks(self.world.clone()))
+    }
+
+    /// All of them, as the leader knows them.
+    pub fn workspaces(&self) -> Arc<Workspaces> {
+        self.world.workspaces.clone()
     }
 
     /// Works until the leadership ends, on the context's tracker.

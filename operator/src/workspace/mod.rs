@@ -24,4 +24,5 @@ pub(crate) mod world;
 
 pub use controller::{Ended, Room};
 pub use hooks::Hooks;
+pub use index::Workspaces;
 pub use world::Settings;

@@ -1,6 +1,6 @@
-//! `kibo top`: how hosts are used.
+//! `kibo top nodes`.
 
-use clap::Subcommand;
+use clap::Args;
 use jiff::Timestamp;
 use kibo_crds::{Node, Percent};
 use kube::{ResourceExt, api::ListParams};
@@ -16,30 +16,25 @@ use crate::{
     },
 };
 
-#[derive(Subcommand, Debug)]
-pub enum Command {
-    /// How the hosts of nodes are used: by all their VMs, and at all
-    #[command(alias = "node")]
-    Nodes {
-        /// Only those with these labels
-        #[arg(short = 'l', long, value_name = "LABELS")]
-        selector: Option<String>,
-        #[command(flatten)]
-        paging: Paging,
-        #[command(flatten)]
-        output: OutputArgs,
-    },
+#[derive(Args, Debug)]
+pub struct Nodes {
+    /// Only those with these labels
+    #[arg(short = 'l', long, value_name = "LABELS")]
+    selector: Option<String>,
+    #[command(flatten)]
+    paging: Paging,
+    #[command(flatten)]
+    output: OutputArgs,
 }
 
-pub async fn run(cluster: &Cluster, command: Command) -> Result<()> {
-    let Command::Nodes { selector, paging, output } = command;
-    let params = ListParams { label_selector: selector, ..ListParams::default() };
-    let listed = paging.list(&cluster.cluster_wide::<Node>(), params, &subject("")).await?;
+pub async fn nodes(cluster: &Cluster, args: Nodes) -> Result<()> {
+    let params = ListParams { label_selector: args.selector, ..ListParams::default() };
+    let listed = args.paging.list(&cluster.cluster_wide::<Node>(), params, &subject("")).await?;
     if listed.items.is_empty() {
         remark("no nodes");
     }
     let many = Many { listed, now: Cluster::now() };
-    present(output.form(), &many)?;
+    present(args.output.form(), &many)?;
     remark_next_page(&many.listed);
     Ok(())
 }
