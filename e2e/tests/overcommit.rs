@@ -236,7 +236,7 @@ async fn out_of_memory(place: Arc<Place>) -> Result<()> {
     let ended = place.phase("greedy", WorkspacePhase::Stopped, SOON).await?;
     ensure!(why(&ended).starts_with("OutOfMemory"), "{}", why(&ended));
     let shown = place.kibo(&["workspace", "get", "greedy"]).await?.ok()?;
-    ensure!(shown.contains("killed because its memory ran out"), "{shown}");
+    ensure!(shown.contains("was killed: give the Workspace more memory"), "{shown}");
     let kept = place.workspace("other", "is there", SOON, |_| true).await?;
     ensure!(is_available(&kept) && place.vm(&kept)? == vm, "the other guest was disturbed: {}", why(&kept));
 

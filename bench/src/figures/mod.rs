@@ -1,6 +1,7 @@
 //! What is measured, a file for each.
 
 mod bare_port;
+mod confirm;
 mod decisions;
 mod fleet;
 mod large;
@@ -31,6 +32,8 @@ pub enum Figure {
     Memory,
     /// To the API server, for a start, an idle minute and a stop
     Writes,
+    /// From a changed overcommit ratio to the node's confirmation
+    Ratio,
     /// Bytes into and out of a guest, beside the bare virtio-serial channel
     Streams,
     /// What a guest gets from its disk, beside the same guest under a bare QEMU
@@ -64,6 +67,7 @@ impl Figure {
             Self::Ten => ten::measure(site).await,
             Self::Memory => memory::measure(site).await,
             Self::Writes => writes::measure(site).await,
+            Self::Ratio => confirm::measure(site).await,
             Self::Streams => streams::measure(site).await,
             Self::Storage => storage::measure(site).await,
             Self::Takeover => takeover::measure(site).await,
