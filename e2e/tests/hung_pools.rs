@@ -66,19 +66,19 @@ async fn ends(place: &Place, daemon: &Component) -> Result<()> {
 /// thread that hangs in the pool is not, and does nothing either.
 async fn stands_still(node: &str, instance: &str, vm: &ProcessId) -> Result<()> {
     let cgroup = Cgroups::open(Path::new("/sys/fs/cgroup"), node)?.instance(instance);
+    let used = || -> Result<u64> {
+        let stat = procfs::process::Process::new(vm.pid)?.stat()?;
+        Ok(stat.utime + stat.stime)
+    };
     let mut last: Option<(Instant, u64)> = None;
     let is_still = || {
-        let looked = (|| -> Result<Option<()>> {
-            let stat = procfs::process::Process::new(vm.pid)?.stat()?;
-            let (at, ticks) = (Instant::now(), stat.utime + stat.stime);
-            let (since, known) = *last.get_or_insert((at, ticks));
-            if known != ticks || !cgroup.is_frozen() {
-                last = Some((at, ticks));
-                return Ok(None);
-            }
-            Ok((at - since >= STILL).then_some(()))
-        })();
-        std::future::ready(looked)
+        let since = used().map(|used| {
+            let now = (Instant::now(), used);
+            let known = last.filter(|(_, known)| *known == used && cgroup.is_frozen()).unwrap_or(now);
+            last = Some(known);
+            now.0 - known.0
+        });
+        std::future::ready(since.map(|since| (since >= STILL).then_some(())))
     };
     eventually(&format!("{instance} stands still"), Duration::from_secs(SOON), is_still).await
 }

@@ -171,9 +171,8 @@ struct Lane<'a> {
 impl Lane<'_> {
     async fn live(mut self) -> Result<Self> {
         while Instant::now() < self.until {
-            let moved = self.act().await;
-            match moved {
-                Ok(()) => self.done += 1,
+            match self.act().await {
+                Ok(acted) => self.done += usize::from(acted),
                 // The API's rules, and races that they decide.
                 Err(error) if is_refusal(&error) => {}
                 Err(error) => return Err(error.context(self.name.clone())),
@@ -182,26 +181,27 @@ impl Lane<'_> {
         Ok(self)
     }
 
-    async fn act(&mut self) -> Result<()> {
+    /// Whether it did something; else it looked on.
+    async fn act(&mut self) -> Result<bool> {
         let Some(workspace) = self.place.api::<Workspace>().get_opt(&self.name).await? else {
             self.disks.clear();
-            return self.create().await;
+            return self.create().await.map(|()| true);
         };
         self.note(&workspace);
         let rests = matches!(phase_of(&workspace), Some(WorkspacePhase::Stopped | WorkspacePhase::Failed));
         if workspace.metadata.deletion_timestamp.is_some() {
-            return self.changes(&workspace).await;
+            return self.changes(&workspace).await.map(|()| false);
         }
         if is_available(&workspace) {
-            return self.use_it().await;
+            return self.use_it().await.map(|()| true);
         }
         if rests && workspace.is_power_request_consumed() {
-            return self.rest().await;
+            return self.rest().await.map(|()| true);
         }
         match self.random.random_range(0..20) {
-            0 => self.power("Stopped", None).await,
-            1 => self.delete().await,
-            _ => self.changes(&workspace).await,
+            0 => self.power("Stopped", None).await.map(|()| true),
+            1 => self.delete().await.map(|()| true),
+            _ => self.changes(&workspace).await.map(|()| false),
         }
     }
 
