@@ -40,6 +40,9 @@ struct Cli {
     /// Objects that are placed on them
     #[arg(long, default_value_t = 5000, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     objects: u32,
+    /// Size of the large file
+    #[arg(long, default_value_t = 4096, value_name = "MIB", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    large_mib: u32,
     /// Write everything into this file as well, as docs/figures.md is
     #[arg(long, value_name = "FILE", conflicts_with = "figures")]
     markdown: Option<PathBuf>,
@@ -82,7 +85,7 @@ async fn measure(cli: &Cli, site: &Site) -> Result<Vec<Section>> {
     site.up().await?;
     let figures = if cli.figures.is_empty() { Figure::value_variants() } else { &cli.figures };
     let placement = Sizes { nodes: cli.nodes.clone(), objects: cli.objects };
-    let extent = Extent { pairs: cli.pairs, placement };
+    let extent = Extent { pairs: cli.pairs, large_mib: cli.large_mib, placement };
     let mut sections = Vec::new();
     for figure in figures {
         let name = figure.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());

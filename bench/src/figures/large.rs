@@ -20,39 +20,39 @@ use crate::{
     site::{NAME, Site, workspace},
 };
 
-const GIB: usize = 4;
 const WORKSPACE: &str = "large";
 const IN_GUEST: &str = "large:/data/file";
-const PIECE: usize = 1 << 20;
+const MIB: usize = 1 << 20;
 /// Between two looks at the memory.
 const LOOK: Duration = Duration::from_millis(200);
 /// What a process may hold more than before; what one stream has on its way is at most a MiB in each.
 const GROWTH: Aim = Aim::AtMost(16.0);
 
 const EXPLAINED: &str = "\
-`kibo workspace cp` of a file of 4 GiB into a Volume, and back into another file, which is compared with the first. Resident \
+`kibo workspace cp` of a file of 4 GiB (`--large-mib`) into a Volume, and back into another file, which is compared with the first. Resident \
 memory before, and the most that was seen while it went on; the agent's is what its kernel says of it afterwards. Growth is \
 that of the process since before the first copy; `kibo` itself is started for each copy.";
 
-pub async fn measure(site: &Site) -> Result<Vec<Section>> {
+pub async fn measure(site: &Site, mib_of_file: u32) -> Result<Vec<Section>> {
+    let pieces = usize::try_from(mib_of_file)?;
     let watch = site.watch().await?;
     let volume = json!({ "volume": { "new": { "size": "5Gi" }, "mountPath": "/data" } });
     site.apply(&[workspace(WORKSPACE, volume)]).await?;
     watch.available(&[WORKSPACE.to_owned()]).await?;
     let (source, back) = (site.directory("large"), site.directory("large-back"));
-    make(&source)?;
+    make(&source, pieces)?;
     let before = [resident(site, &operator())?, resident(site, &daemon())?];
     let agent_before = agent(site).await?;
     let into = copy(site, &path(&source)?, IN_GUEST).await?;
     let out = copy(site, IN_GUEST, &path(&back)?).await?;
     let agent_after = agent(site).await?;
-    compare(&source, &back)?;
+    compare(&source, &back, pieces)?;
     for file in [source, back] {
         fs::remove_file(&file).with_context(|| format!("failed to remove {}", file.display()))?;
     }
 
     let header = ["", "before", "copying in", "copying out", "growth", "aim", ""];
-    let mut section = Section::new("A copy of 4 GiB", EXPLAINED, header);
+    let mut section = Section::new("A large copy", EXPLAINED, header);
     for (index, name) in ["operator", "node-daemon"].into_iter().enumerate() {
         let most = into.most[index].max(out.most[index]);
         let amounts = [before[index], into.most[index], out.most[index], most - before[index]].map(mib);
@@ -62,7 +62,7 @@ pub async fn measure(site: &Site) -> Result<Vec<Section>> {
     let amounts = [mib(agent_before), String::new(), mib(agent_after), mib(growth)];
     section.row("agent, at most until then", amounts.into_iter().chain(GROWTH.cells(growth, mib)));
     section.row("kibo", [String::new(), mib(into.most[KIBO]), mib(out.most[KIBO])]);
-    section.row("rate", [String::new(), into.rate(), out.rate()]);
+    section.row("rate", [String::new(), into.rate(pieces), out.rate(pieces)]);
     Ok(vec![section])
 }
 
@@ -76,8 +76,8 @@ struct Copied {
 const KIBO: usize = 2;
 
 impl Copied {
-    fn rate(&self) -> String {
-        format!("{:.1} MiB/s", mib_per_second(GIB << 30, self.seconds))
+    fn rate(&self, pieces: usize) -> String {
+        format!("{:.1} MiB/s", mib_per_second(pieces * MIB, self.seconds))
     }
 }
 
@@ -140,11 +140,11 @@ fn path(path: &Path) -> Result<String> {
 }
 
 /// No two pieces of it are the same.
-fn make(path: &Path) -> Result<()> {
+fn make(path: &Path, pieces: usize) -> Result<()> {
     let write = || -> std::io::Result<()> {
         let mut file = File::create(path)?;
-        let mut piece = random(PIECE);
-        for number in 0..(GIB << 30) / PIECE {
+        let mut piece = random(MIB);
+        for number in 0..pieces {
             piece[..size_of::<usize>()].copy_from_slice(&number.to_le_bytes());
             file.write_all(&piece)?;
         }
@@ -153,12 +153,12 @@ fn make(path: &Path) -> Result<()> {
     write().with_context(|| format!("failed to write {}", path.display()))
 }
 
-fn compare(one: &Path, other: &Path) -> Result<()> {
+fn compare(one: &Path, other: &Path, pieces: usize) -> Result<()> {
     let open = |path: &Path| File::open(path).with_context(|| format!("failed to open {}", path.display()));
     let (mut first, mut second) = (open(one)?, open(other)?);
     ensure!(first.metadata()?.len() == second.metadata()?.len(), "{} has another length", other.display());
-    let (mut left, mut right) = (vec![0; PIECE], vec![0; PIECE]);
-    for number in 0..(GIB << 30) / PIECE {
+    let (mut left, mut right) = (vec![0; MIB], vec![0; MIB]);
+    for number in 0..pieces {
         first.read_exact(&mut left)?;
         second.read_exact(&mut right)?;
         ensure!(left == right, "{} differs in MiB {number}", other.display());

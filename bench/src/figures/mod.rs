@@ -57,6 +57,8 @@ pub enum Figure {
 pub struct Extent {
     /// Starts beside as many bare boots.
     pub pairs: u32,
+    /// Size of the large file.
+    pub large_mib: u32,
     pub placement: Sizes,
 }
 
@@ -71,7 +73,7 @@ impl Figure {
             Self::Streams => streams::measure(site).await,
             Self::Storage => Box::pin(storage::measure(site)).await,
             Self::Takeover => Box::pin(takeover::measure(site)).await,
-            Self::Large => Box::pin(large::measure(site)).await,
+            Self::Large => Box::pin(large::measure(site, extent.large_mib)).await,
             Self::Move => moving::measure(site).await,
             Self::Fleet => fleet::measure(site).await,
             Self::Decisions => decisions::measure(),
