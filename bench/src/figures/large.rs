@@ -25,7 +25,7 @@ const IN_GUEST: &str = "large:/data/file";
 const MIB: usize = 1 << 20;
 /// Between two looks at the memory.
 const LOOK: Duration = Duration::from_millis(200);
-/// What a process may hold more than before; what one stream has on its way is at most a MiB in each.
+/// What a process may hold more than before; what one stream has on its way is a few MiB in each.
 const GROWTH: Aim = Aim::AtMost(16.0);
 
 const EXPLAINED: &str = "\
