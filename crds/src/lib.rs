@@ -25,6 +25,7 @@ mod rules;
 pub mod node;
 pub mod overcommit_policy;
 pub mod policy;
+pub mod refusals;
 pub mod storage_pool;
 pub mod template;
 pub mod tombstone;

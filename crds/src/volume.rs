@@ -10,6 +10,7 @@ use crate::{
     condition::conditions_schema,
     moving::ONE_MOVE_AT_A_TIME,
     node::{Holder, PreviousHolder},
+    refusals,
 };
 
 /// A disk that Workspaces bind, and that outlives them.
@@ -80,7 +81,7 @@ const SIZE_GROWS: &str = "\
 #[serde(rename_all = "camelCase")]
 #[x_kube(
     validation = Rule::new("!has(oldSelf.term) || (has(self.term) && self.term >= oldSelf.term)")
-        .message("status.term never falls: a newer leader has written this object")
+        .message(refusals::TERM_FELL)
         .reason(Reason::FieldValueForbidden),
     validation = Rule::new("!has(oldSelf.epoch) || (has(self.epoch) && self.epoch >= oldSelf.epoch)")
         .message("status.epoch never falls")

@@ -13,6 +13,7 @@ use crate::{
     condition::conditions_schema,
     moving::ONE_MOVE_AT_A_TIME,
     node::{Holder, PreviousHolder},
+    refusals,
 };
 
 /// A microVM made from a Template, with a writable layer and perhaps a Volume.
@@ -65,7 +66,7 @@ use crate::{
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.network"),
     validation = Rule::new(POWER_REQUEST_ORDER)
-        .message("the previous power request is not consumed yet: wait for the condition PowerRequestConsumed (only Force may replace a normal stop, and a stop a start that waits)")
+        .message(refusals::POWER_REQUEST_PENDING)
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.power"),
     validation = Rule::new("(has(self.spec.move) == has(oldSelf.spec.move) && (!has(self.spec.move) || self.spec.move == oldSelf.spec.move)) || !has(self.spec.move) || !(has(self.status) && has(self.status.execution))")
@@ -337,7 +338,7 @@ impl Workspace {
 #[serde(rename_all = "camelCase")]
 #[x_kube(
     validation = Rule::new("!has(oldSelf.term) || (has(self.term) && self.term >= oldSelf.term)")
-        .message("status.term never falls: a newer leader has written this object")
+        .message(refusals::TERM_FELL)
         .reason(Reason::FieldValueForbidden),
     validation = Rule::new("!has(oldSelf.epoch) || (has(self.epoch) && self.epoch >= oldSelf.epoch)")
         .message("status.epoch never falls")

@@ -33,6 +33,7 @@ fn main() -> ExitCode {
         .test("no_other_token_of_the_cluster_enrolls_a_host", no_other_token_of_the_cluster_enrolls_a_host)
         .test("a_daemon_becomes_a_node_by_its_pods_token", a_daemon_becomes_a_node_by_its_pods_token)
         .test("a_revoked_host_comes_back_by_a_new_token", a_revoked_host_comes_back_by_a_new_token)
+        .test("a_retired_host_is_told_and_keeps_quiet", a_retired_host_is_told_and_keeps_quiet)
         .alone("only_what_the_admin_allowed_counts", only_what_the_admin_allowed_counts)
         .run()
 }
@@ -273,6 +274,7 @@ async fn a_revoked_host_comes_back_by_a_new_token(place: Arc<Place>) -> Result<(
     let pool = format!("local-{id}");
     let has_left = |pool: &StoragePool| pool.status.as_ref().is_none_or(|status| status.members.is_empty());
     place.watched(place.all::<StoragePool>(), &pool, "has lost its member", SOON, has_left).await?;
+    says_once(&place, &id, "SESSION_REFUSAL_REVOKED").await?;
 
     place.kibo(&["node", "isolate", &id, "--confirm-host-cannot-write"]).await?.ok()?;
     let token = place.kibo(&["enrollment", "issue", &id]).await?.ok()?;
@@ -285,6 +287,39 @@ async fn a_revoked_host_comes_back_by_a_new_token(place: Arc<Place>) -> Result<(
     place.cluster().start(&daemon).await?;
     let status = place.all::<Node>().get(&id).await?.status.unwrap_or_default();
     ensure!(status.admission == Some(Admission::Admitted) && status.incarnation == Some(Incarnation(2)), "{status:#?}");
+    Ok(())
+}
+
+async fn a_retired_host_is_told_and_keeps_quiet(place: Arc<Place>) -> Result<()> {
+    let id = place.node("1", "512Mi").await?;
+    let daemon = Component::Node(id.clone());
+    place.kibo(&["node", "drain", &id, "--wait"]).await?.ok()?;
+    place.kibo(&["node", "retire", &id, "--yes"]).await?.ok()?;
+    says_once(&place, &id, "SESSION_REFUSAL_RETIRED").await?;
+    // One that is started anew hears the same, and does the same.
+    place.cluster().kill(&daemon).await?;
+    let told = refusals(&place, &id);
+    place.cluster().spawn(&daemon).await?;
+    let again = async || Ok((refusals(&place, &id).len() > told.len()).then_some(()));
+    eventually("the new daemon says why it has no session", Duration::from_secs(SOON), again).await?;
+    says_once(&place, &id, "SESSION_REFUSAL_RETIRED").await
+}
+
+/// Lines of a daemon's log, of all its lives.
+fn refusals(place: &Place, id: &str) -> Vec<String> {
+    let log = place.cluster().log(&Component::Node(id.to_owned()));
+    let text = std::fs::read_to_string(log).unwrap_or_default();
+    text.lines().filter(|line| line.contains("no session: refused")).map(str::to_owned).collect()
+}
+
+/// A person has to act: the daemon says so, stays where it is, and asks again slowly without saying it again.
+async fn says_once(place: &Place, id: &str, reason: &str) -> Result<()> {
+    let told = async || Ok(refusals(place, id).last().is_some_and(|line| line.contains(reason)).then_some(()));
+    eventually("the daemon says why it has no session", Duration::from_secs(SOON), told).await?;
+    let lines = refusals(place, id);
+    let is_slow = |line: &String| line.contains(reason) && line.contains("Retry(60s)");
+    ensure!(lines.iter().all(is_slow), "{lines:#?}");
+    ensure!(place.cluster().process(&Component::Node(id.to_owned())).is_some(), "the daemon has ended");
     Ok(())
 }
 

@@ -202,8 +202,13 @@ async fn adoption(place: Arc<Place>) -> Result<()> {
     let stale = place.kubectl(&["patch", "knode", &ahead, "--type=merge", "-p", &stale.to_string()]).await?;
     ensure!(stale.code != 0 && stale.stderr.contains("read the node again"), "another accident: {stale:?}");
 
-    let told = place.kibo(&["node", "adopt", &ahead]).await?.ok()?;
+    let adopt = ["node", "adopt", &ahead, "--command-id", "adopt-1"];
+    let told = place.kibo(&adopt).await?.ok()?;
     ensure!(told.contains("3 executions taken back, 1 had ended") && told.contains("/unknown)"), "{told}");
+    let replay = place.kibo(&adopt).await?.ok()?;
+    ensure!(replay == told, "the same command again gives the same outcome: {replay} after {told}");
+    let other = place.kibo(&[adopt.as_slice(), &["--destroy-unknown"]].concat()).await?;
+    ensure!(other.code == 14 && other.stderr.contains("with another input"), "{other:?}");
     for name in ["same", "again", "later"] {
         let now = runs(&place, name).await?;
         let was = &before[name];

@@ -9,7 +9,7 @@ use std::{
 
 use clap::Args;
 use jiff::Timestamp;
-use kibo_crds::{CommandId, CommandRecord, CommandResult, Order, Requested};
+use kibo_crds::{CommandId, CommandRecord, CommandResult, Order, Requested, refusals};
 use kube::{
     Api, Resource, ResourceExt as _,
     api::{ListParams, Patch, PatchParams, VersionMatch},
@@ -61,6 +61,23 @@ pub struct WriteArgs {
     pub expected_version: Option<String>,
 }
 
+/// The same for what cannot be taken back: an id goes with the version that its caller has looked at.
+#[derive(Args, Debug)]
+pub struct FinalWriteArgs {
+    /// Id of this command: the same id again gives the same outcome instead of a second one
+    #[arg(long, value_name = "ID", requires = "expected_version")]
+    command_id: Option<CommandId>,
+    /// Do it only if this is still its version (of a node: registration_version)
+    #[arg(long, value_name = "VERSION")]
+    expected_version: Option<String>,
+}
+
+impl From<FinalWriteArgs> for WriteArgs {
+    fn from(args: FinalWriteArgs) -> Self {
+        Self { command_id: args.command_id, expected_version: args.expected_version }
+    }
+}
+
 /// One command to one object.
 pub struct Submission<K> {
     pub api: Api<K>,
@@ -92,7 +109,8 @@ impl<K: Commanded> Submission<K>
 where
     K: Resource<Scope = k8s_openapi::ClusterResourceScope>,
 {
-    pub fn new(cluster: &Cluster, name: &str, order: &impl Order, args: WriteArgs) -> Self {
+    pub fn new(cluster: &Cluster, name: &str, order: &impl Order, args: impl Into<WriteArgs>) -> Self {
+        let args = args.into();
         Self {
             api: cluster.cluster_wide(),
             subject: K::subject(name),
@@ -134,7 +152,7 @@ impl<K: Commanded> Submission<K> {
                 Err(kube::Error::Api(status)) if status.is_conflict() => {
                     object = self.api.get(&self.subject.name).await.on(&self.subject)?;
                 }
-                Err(kube::Error::Api(status)) if status.message.contains(NOT_ON_RECORD) => {
+                Err(kube::Error::Api(status)) if status.message.contains(refusals::NOT_ON_RECORD) => {
                     object = self.recorded_all().await?;
                 }
                 answer => return answer.map(|_| Given::Now).on(&self.subject),
@@ -263,9 +281,6 @@ impl<K: Commanded> Submission<K> {
         Wait { api: self.api.clone(), subject: &self.subject, goal, timeout, remains, go_on }
     }
 }
-
-/// Part of the message of the API's rule.
-const NOT_ON_RECORD: &str = "is not in status.commands yet";
 
 /// What a person is asked before something that cannot be taken back.
 pub struct Question<'a> {

@@ -5,6 +5,7 @@
 
 use std::{fmt, io};
 
+use kibo_crds::refusals;
 use kube::{core::Status, runtime::watcher};
 
 /// Why a command failed, and its exit status.
@@ -291,7 +292,7 @@ fn invalid(status: &Status, subject: &Subject) -> Error {
     let mut error = Error::new(kind, message);
     if causes.iter().any(|cause| cause.reason == "FieldValueTypeInvalid" && cause.message.contains("\"number\"")) {
         error = error.next("write fractions in quotes (cpu: \"0.5\") or in millicores (cpu: 500m)");
-    } else if causes.iter().any(|cause| cause.message.contains("PowerRequestConsumed")) {
+    } else if causes.iter().any(|cause| cause.message.contains(refusals::POWER_REQUEST_PENDING)) {
         error = error.next(format!("see what it waits for: {}", subject.command("get")));
     }
     error

@@ -260,18 +260,9 @@ struct Many {
     now: Timestamp,
 }
 
-#[derive(Serialize)]
-struct ManyView {
-    templates: Vec<View>,
-    next_page_token: Option<String>,
-}
-
 impl Present for Many {
     fn view(&self) -> impl Serialize {
-        ManyView {
-            templates: self.listed.items.iter().map(View::from).collect(),
-            next_page_token: self.listed.next_page_token.clone(),
-        }
+        self.listed.view("templates", View::from)
     }
 
     fn names(&self) -> Vec<String> {

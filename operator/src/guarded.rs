@@ -166,7 +166,7 @@ fn classify<K: Guarded>(error: &kube::Error, wanted: &K, term: Term) -> Option<W
     match status.code {
         409 => Some(WriteError::Conflict { object }),
         404 => Some(WriteError::Gone { object }),
-        422 if status.message.contains("status.term never falls") => Some(WriteError::StaleTerm { object, term }),
+        422 if status.message.contains(kibo_crds::refusals::TERM_FELL) => Some(WriteError::StaleTerm { object, term }),
         400 | 401 | 403 | 413 | 422 => Some(WriteError::Refused { object, message: status.message.clone() }),
         _ => None,
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use super::NodeSpec;
+use super::{AdoptionAction, NodeSpec, UnknownInstances};
 use crate::{CommandId, Order, Ratio, Requested, digest};
 
 /// One command with everything that its caller gave. What is read at the time (an incarnation, the labels before) is
@@ -35,6 +35,10 @@ pub enum NodeCommand {
         cpu: Option<Ratio>,
         memory: Option<Ratio>,
     },
+    Adopt {
+        action: AdoptionAction,
+        unknown: UnknownInstances,
+    },
 }
 
 impl Order for NodeCommand {
@@ -49,6 +53,7 @@ impl Order for NodeCommand {
             Self::SetSlots { .. } => "set-slots",
             Self::Label { .. } => "label",
             Self::SetOvercommit { .. } => "set-overcommit",
+            Self::Adopt { .. } => "adopt",
         }
     }
 
@@ -79,6 +84,10 @@ impl NodeSpec {
             let command = NodeCommand::SetOvercommit { cpu: overcommit.cpu, memory: overcommit.memory };
             of(overcommit.request_id.as_ref(), command)
         });
+        let adopt = self.adoption.as_ref().and_then(|adoption| {
+            let command = NodeCommand::Adopt { action: adoption.action, unknown: adoption.unknown };
+            of(adoption.request_id.as_ref(), command)
+        });
         [
             of(self.enrollment.as_ref().and_then(|it| it.request_id.as_ref()), NodeCommand::Issue),
             of(self.revocation.as_ref().and_then(|it| it.request_id.as_ref()), NodeCommand::Revoke),
@@ -88,6 +97,7 @@ impl NodeSpec {
             changed(self.slots_request.as_ref(), "set-slots"),
             changed(self.label_request.as_ref(), "label"),
             overcommit,
+            adopt,
         ]
         .into_iter()
         .flatten()

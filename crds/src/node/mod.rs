@@ -9,7 +9,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::{CommandId, Incarnation, Ratio};
+use crate::{CommandId, Incarnation, Ratio, refusals};
 
 pub use command::NodeCommand;
 pub use status::{
@@ -53,7 +53,7 @@ pub use status::{
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.isolation"),
     validation = Rule::new(rules::CAN_BE_RETIRED)
-        .message("only a node that is drained (condition Drained) or whose current incarnation is isolated can be retired: drain it and empty it, or isolate it when its host is down")
+        .message(refusals::CANNOT_BE_RETIRED)
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.retirement"),
     validation = Rule::new("!has(oldSelf.spec.revocation) || has(self.spec.revocation) || (has(self.status) && has(self.status.admission) && self.status.admission == 'Revoked')")
@@ -65,7 +65,7 @@ pub use status::{
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.adoption"),
     validation = Rule::new(rules::COMMANDS_ARE_RECORDED)
-        .message("the previous command with a requestId is not in status.commands yet: try again in a moment")
+        .message(refusals::NOT_ON_RECORD)
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec"),
     validation = Rule::new(rules::COMMAND_IDS_ARE_FRESH)

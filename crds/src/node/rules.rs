@@ -18,6 +18,8 @@ pub const COMMANDS_ARE_RECORDED: &str = concat!(
     recorded!("labelRequest"),
     " && ",
     recorded!("overcommit"),
+    " && ",
+    recorded!("adoption"),
 );
 
 /// An id names one command for as long as it is on record.
@@ -37,6 +39,8 @@ pub const COMMAND_IDS_ARE_FRESH: &str = concat!(
     fresh!("labelRequest"),
     " && ",
     fresh!("overcommit"),
+    " && ",
+    fresh!("adoption"),
 );
 
 macro_rules! ids {
@@ -58,6 +62,8 @@ macro_rules! ids {
             id!("labelRequest"),
             " + ",
             id!("overcommit"),
+            " + ",
+            id!("adoption"),
             ")",
         )
     };

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::{AdoptionAction, UnknownInstances};
 use crate::{
     Bytes, CommandId, CommandRecord, Epoch, Incarnation, MilliCpu, Percent, PoolId, Ratio, Term,
-    condition::conditions_schema,
+    condition::conditions_schema, refusals,
 };
 
 /// What is true of the node; written by the operator alone.
@@ -18,7 +18,7 @@ use crate::{
 #[serde(rename_all = "camelCase")]
 #[x_kube(
     validation = Rule::new("!has(oldSelf.term) || (has(self.term) && self.term >= oldSelf.term)")
-        .message("status.term never falls: a newer leader has written this object")
+        .message(refusals::TERM_FELL)
         .reason(Reason::FieldValueForbidden),
     validation = Rule::new("!has(oldSelf.incarnation) || (has(self.incarnation) && self.incarnation >= oldSelf.incarnation)")
         .message("status.incarnation never falls")

@@ -11,6 +11,7 @@ use crate::{
     Bytes, CapacityQuantity, CommandId, CommandRecord, NodeId, Term,
     condition::conditions_schema,
     node::ChangeRequest,
+    refusals,
     rules::{fresh, recorded},
 };
 
@@ -51,7 +52,7 @@ const NO_MEMBER_REACHES_IT: &str = "\
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.lost"),
     validation = Rule::new(COMMANDS_ARE_RECORDED)
-        .message("the previous command with a requestId is not in status.commands yet: try again in a moment")
+        .message(refusals::NOT_ON_RECORD)
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec"),
     validation = Rule::new(COMMAND_IDS_ARE_FRESH)
@@ -99,7 +100,7 @@ pub struct PoolLoss {
 #[serde(rename_all = "camelCase")]
 #[x_kube(
     validation = Rule::new("!has(oldSelf.term) || (has(self.term) && self.term >= oldSelf.term)")
-        .message("status.term never falls: a newer leader has written this object")
+        .message(refusals::TERM_FELL)
         .reason(Reason::FieldValueForbidden),
     validation = Rule::new("!has(oldSelf.uid) || (has(self.uid) && self.uid == oldSelf.uid)")
         .message("status.uid is the pool's marker and never changes")

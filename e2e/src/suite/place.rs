@@ -9,7 +9,8 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use k8s_openapi::api::admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding};
 use k8s_openapi::api::core::v1::Namespace;
-use kibo_crds::{Volume, Workspace};
+use kibo_crds::node::Admission;
+use kibo_crds::{Node, Volume, Workspace};
 use kube::api::{Api, DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams};
 use kube::core::{ApiResource, GroupVersionKind};
 use kube::{Client, Resource, ResourceExt as _};
@@ -392,15 +393,22 @@ impl Place {
     async fn delete_all(&self) -> Result<()> {
         // Daemons that a test stopped or paused must run to let go of what they hold.
         for id in self.nodes() {
-            let component = Component::Node(id);
+            let component = Component::Node(id.clone());
             match self.cluster.process(&component) {
                 Some(_) => self.cluster.resume(&component)?,
+                // It holds nothing, and would never have a session.
+                None if self.is_retired(&id).await? => {}
                 None => self.cluster.start(&component).await?,
             }
         }
         self.cluster.start(&Component::Operator).await?;
         self.delete_kind::<Workspace>().await?;
         self.delete_kind::<Volume>().await
+    }
+
+    async fn is_retired(&self, id: &str) -> Result<bool> {
+        let node = self.all::<Node>().get_opt(id).await?;
+        Ok(node.and_then(|node| node.status?.admission) == Some(Admission::Retired))
     }
 
     async fn delete_kind<K>(&self) -> Result<()>

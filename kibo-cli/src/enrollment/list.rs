@@ -64,12 +64,6 @@ struct Many {
     now: Timestamp,
 }
 
-#[derive(Serialize)]
-struct ManyView {
-    enrollments: Vec<View>,
-    next_page_token: Option<String>,
-}
-
 /// A node with its enrollment, in JSON.
 #[derive(Serialize)]
 struct View {
@@ -104,10 +98,7 @@ impl Many {
 
 impl Present for Many {
     fn view(&self) -> impl Serialize {
-        ManyView {
-            enrollments: self.listed.items.iter().map(|node| self.one(node)).collect(),
-            next_page_token: self.listed.next_page_token.clone(),
-        }
+        self.listed.view("enrollments", |node| self.one(node))
     }
 
     fn names(&self) -> Vec<String> {

@@ -1,13 +1,13 @@
 //! `kibo node isolate` and `retire`: what cannot be taken back.
 
 use clap::Args;
-use kibo_crds::{CommandRecord, Node, node::NodeCommand};
+use kibo_crds::{CommandRecord, Node, node::NodeCommand, refusals};
 use serde_json::{Value, json};
 
 use super::{Recorded, Submission, WriteArgs, outcome::Outcome};
 use crate::{
     client::Cluster,
-    command::{Question, confirm},
+    command::{FinalWriteArgs, Question, confirm},
     errors::{Error, Kind, Result, Subject},
     output::{OutputArgs, present},
 };
@@ -36,12 +36,8 @@ pub struct Retire {
     /// Do not ask
     #[arg(long)]
     yes: bool,
-    /// Id of this command: the same id again gives the same outcome instead of a second one
-    #[arg(long, value_name = "ID", requires = "expected_version")]
-    command_id: Option<kibo_crds::CommandId>,
-    /// Do it only if this is still the node's registration_version
-    #[arg(long, value_name = "VERSION")]
-    expected_version: Option<String>,
+    #[command(flatten)]
+    write: FinalWriteArgs,
     #[command(flatten)]
     output: OutputArgs,
 }
@@ -81,8 +77,7 @@ fn isolated(subject: &Subject, record: &CommandRecord) -> String {
 }
 
 pub async fn retire(cluster: &Cluster, args: Retire) -> Result<()> {
-    let write = WriteArgs { command_id: args.command_id, expected_version: args.expected_version };
-    let submission = Submission::new(cluster, &args.node, &NodeCommand::Retire, write);
+    let submission = Submission::new(cluster, &args.node, &NodeCommand::Retire, args.write);
     if !args.yes {
         confirm(&Question {
             subject: &submission.subject,
@@ -106,7 +101,7 @@ pub async fn retire(cluster: &Cluster, args: Retire) -> Result<()> {
 }
 
 fn advise(error: Error, subject: &Subject) -> Error {
-    if error.kind == Kind::FailedPrecondition && error.message.contains("can be retired") {
+    if error.kind == Kind::FailedPrecondition && error.message.contains(refusals::CANNOT_BE_RETIRED) {
         return error.next(format!(
             "empty it: {} --wait; or, when its host is off: {} --confirm-host-cannot-write",
             subject.command("drain"),

@@ -19,18 +19,9 @@ pub struct Many {
     pub now: Timestamp,
 }
 
-#[derive(Serialize)]
-struct ManyView {
-    nodes: Vec<View>,
-    next_page_token: Option<String>,
-}
-
 impl Present for Many {
     fn view(&self) -> impl Serialize {
-        ManyView {
-            nodes: self.listed.items.iter().map(View::from).collect(),
-            next_page_token: self.listed.next_page_token.clone(),
-        }
+        self.listed.view("nodes", View::from)
     }
 
     fn names(&self) -> Vec<String> {

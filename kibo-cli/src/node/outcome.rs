@@ -30,6 +30,15 @@ struct View<'a> {
     released_layers: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     failed_workspaces: Option<u32>,
+    /// Of an adoption: Workspaces whose executions were taken back.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    adopted: Option<u32>,
+    /// Executions that had ended.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ended: Option<u32>,
+    /// Instances whose Workspaces the control plane does not know.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unknown_instances: Option<u32>,
     started_at: String,
     finished_at: Option<String>,
 }
@@ -45,6 +54,9 @@ impl Present for Outcome {
             released_volumes: count("releasedVolumes"),
             released_layers: count("releasedLayers"),
             failed_workspaces: count("failedWorkspaces"),
+            adopted: count("adopted"),
+            ended: count("ended"),
+            unknown_instances: count("unknown"),
             started_at: instant(&self.record.started_at),
             finished_at: self.record.finished_at.as_ref().map(instant),
         }

@@ -47,19 +47,9 @@ pub struct SetDefault {
     #[arg(long, value_name = "RATIO")]
     memory: Option<Ratio>,
     #[command(flatten)]
-    write: PolicyWriteArgs,
+    write: WriteArgs,
     #[command(flatten)]
     output: OutputArgs,
-}
-
-#[derive(Args, Debug)]
-struct PolicyWriteArgs {
-    /// Id of this command: the same id again gives the same outcome instead of a second one
-    #[arg(long, value_name = "ID")]
-    command_id: Option<kibo_crds::CommandId>,
-    /// Do it only if this is still the version that `overcommit get` shows
-    #[arg(long, value_name = "VERSION")]
-    expected_version: Option<String>,
 }
 
 #[derive(Args, Debug)]
@@ -141,7 +131,7 @@ fn policy_subject() -> Subject {
 }
 
 async fn set_default(cluster: &Cluster, args: SetDefault) -> Result<()> {
-    let PolicyWriteArgs { command_id, expected_version } = &args.write;
+    let WriteArgs { command_id, expected_version } = &args.write;
     let (cpu, memory) = (args.cpu, args.memory);
     Gives::of(cpu, memory).check(command_id.is_some(), expected_version.is_some())?;
     let api = cluster.cluster_wide::<OvercommitPolicy>();

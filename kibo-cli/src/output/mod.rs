@@ -2,6 +2,7 @@
 
 pub mod colour;
 mod conditions;
+mod list;
 pub mod page;
 mod table;
 pub mod words;

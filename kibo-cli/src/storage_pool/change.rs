@@ -3,13 +3,13 @@
 use std::str::FromStr;
 
 use clap::Args;
-use kibo_crds::{CapacityQuantity, CommandId, CommandRecord, Order as _, StoragePool, storage_pool::PoolCommand};
+use kibo_crds::{CapacityQuantity, CommandRecord, Order as _, StoragePool, storage_pool::PoolCommand};
 use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::{
     client::Cluster,
-    command::{Question, Recorded, Submission, WriteArgs, confirm},
+    command::{FinalWriteArgs, Question, Recorded, Submission, WriteArgs, confirm},
     errors::Result,
     output::{
         OutputArgs, Present, present,
@@ -57,12 +57,8 @@ pub struct DeclareLost {
     /// Do not ask
     #[arg(long)]
     yes: bool,
-    /// Id of this command: the same id again gives the same outcome instead of a second one
-    #[arg(long, value_name = "ID", requires = "expected_version")]
-    command_id: Option<CommandId>,
-    /// Do it only if this is still the pool's version
-    #[arg(long, value_name = "VERSION")]
-    expected_version: Option<String>,
+    #[command(flatten)]
+    write: FinalWriteArgs,
     #[command(flatten)]
     output: OutputArgs,
 }
@@ -83,8 +79,7 @@ pub async fn set_capacity(cluster: &Cluster, args: SetCapacity) -> Result<()> {
 }
 
 pub async fn declare_lost(cluster: &Cluster, args: DeclareLost) -> Result<()> {
-    let write = WriteArgs { command_id: args.command_id, expected_version: args.expected_version };
-    let submission = Submission::<StoragePool>::new(cluster, &args.name, &PoolCommand::DeclareLost, write);
+    let submission = Submission::<StoragePool>::new(cluster, &args.name, &PoolCommand::DeclareLost, args.write);
     if !args.yes {
         confirm(&Question {
             subject: &submission.subject,

@@ -145,18 +145,9 @@ pub struct Many {
     pub now: Timestamp,
 }
 
-#[derive(Serialize)]
-struct ManyView {
-    storage_pools: Vec<View>,
-    next_page_token: Option<String>,
-}
-
 impl Present for Many {
     fn view(&self) -> impl Serialize {
-        ManyView {
-            storage_pools: self.listed.items.iter().map(View::from).collect(),
-            next_page_token: self.listed.next_page_token.clone(),
-        }
+        self.listed.view("storage_pools", View::from)
     }
 
     fn names(&self) -> Vec<String> {

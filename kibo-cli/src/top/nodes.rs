@@ -45,12 +45,6 @@ struct Many {
 }
 
 #[derive(Serialize)]
-struct ManyView {
-    nodes: Vec<OneView>,
-    next_page_token: Option<String>,
-}
-
-#[derive(Serialize)]
 struct OneView {
     node_id: String,
     host_usage: Option<HostUsageView>,
@@ -62,10 +56,7 @@ impl Present for Many {
             node_id: node.name_any(),
             host_usage: node.status.as_ref().and_then(HostUsageView::of),
         };
-        ManyView {
-            nodes: self.listed.items.iter().map(one).collect(),
-            next_page_token: self.listed.next_page_token.clone(),
-        }
+        self.listed.view("nodes", one)
     }
 
     fn names(&self) -> Vec<String> {

@@ -22,18 +22,9 @@ pub struct Many {
     pub now: Timestamp,
 }
 
-#[derive(Serialize)]
-struct ManyView {
-    workspaces: Vec<View>,
-    next_page_token: Option<String>,
-}
-
 impl Present for Many {
     fn view(&self) -> impl Serialize {
-        ManyView {
-            workspaces: self.listed.items.iter().map(View::from).collect(),
-            next_page_token: self.listed.next_page_token.clone(),
-        }
+        self.listed.view("workspaces", View::from)
     }
 
     fn names(&self) -> Vec<String> {

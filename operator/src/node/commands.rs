@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kibo_crds::{
     CommandRecord, Node,
-    node::{Admission, IsolationResult, IsolationState, NodeStatus},
+    node::{Admission, AdoptionResult, IsolationResult, IsolationState, NodeStatus},
 };
 
 use crate::commands::{self, Outcome};
@@ -22,6 +22,7 @@ fn outcome(record: &CommandRecord, stands: bool, node: &Node, status: &NodeStatu
     let is_silent = !status.has_live_session();
     match record.operation.as_str() {
         "isolate" => isolation(record, stands, node, status),
+        "adopt" => adoption(record, stands, status),
         "retire" => Outcome::done_when(is_silent && status.admission == Some(Admission::Retired)),
         "revoke" => Outcome::done_when(is_silent && status.admission != Some(Admission::Admitted)),
         // The request itself is all of it: it is in the spec, which the node's session follows.
@@ -49,6 +50,25 @@ fn isolation(record: &CommandRecord, stands: bool, node: &Node, status: &NodeSta
     }
 }
 
+/// It is carried out with the session that the node opens next.
+fn adoption(record: &CommandRecord, stands: bool, status: &NodeStatus) -> Outcome {
+    let done = status.adoption.as_ref().filter(|done| done.request_id.as_ref() == Some(&record.id));
+    match done {
+        Some(done) if status.has_live_session() && status.quarantine.is_none() => {
+            Outcome { counts: counts_of_adoption(done), ..Outcome::done_when(true) }
+        }
+        None if !stands => Outcome::failed("Superseded", "another adoption took the place of this one".to_owned()),
+        Some(_) | None => Outcome::done_when(false),
+    }
+}
+
+fn counts_of_adoption(adoption: &AdoptionResult) -> BTreeMap<String, u32> {
+    [("adopted", adoption.adopted), ("ended", adoption.ended), ("unknown", adoption.unknown_count)]
+        .into_iter()
+        .map(|(name, count)| (name.to_owned(), count))
+        .collect()
+}
+
 fn counts(isolation: &IsolationResult) -> BTreeMap<String, u32> {
     [
         ("releasedVolumes", isolation.released_volumes),
@@ -65,7 +85,10 @@ mod tests {
     use k8s_openapi::jiff::{SignedDuration, Timestamp};
     use kibo_crds::{
         CommandResult, Incarnation,
-        node::{Drain, Isolation, NodeSession, NodeSpec, Retirement},
+        node::{
+            Adoption, AdoptionAction, AdoptionResult, Drain, Isolation, NodeSession, NodeSpec, Retirement,
+            UnknownInstances,
+        },
     };
 
     use super::*;
@@ -173,23 +196,64 @@ mod tests {
     #[test]
     fn a_retirement_ends_with_the_session() {
         let retired = node(|spec| spec.retirement = Some(Retirement { request_id: Some("r".parse().unwrap()) }));
-        let session = |alive| NodeStatus {
+        let with_session = |alive| NodeStatus {
             admission: Some(Admission::Retired),
-            session: Some(NodeSession {
-                id: "s".into(),
-                alive,
+            session: Some(session(alive)),
+            ..NodeStatus::default()
+        };
+        let told = records(&retired, &with_session(true), &at(1));
+        assert_eq!(told[0].result, CommandResult::Processing);
+        assert_eq!(records(&retired, &with(with_session(false), told), &at(2))[0].result, CommandResult::Succeeded);
+    }
+
+    fn session(alive: bool) -> NodeSession {
+        NodeSession {
+            id: "s".into(),
+            alive,
+            incarnation: Incarnation(1),
+            boot_id: "b".into(),
+            version: "v".into(),
+            source_revision: None,
+            started_at: at(0),
+            ended_at: None,
+        }
+    }
+
+    #[test]
+    fn an_adoption_ends_with_the_session_that_it_opened() {
+        let adopting = |id: &str| {
+            node(|spec| {
+                spec.adoption = Some(Adoption {
+                    quarantine: "q".to_owned(),
+                    action: AdoptionAction::Adopt,
+                    unknown: UnknownInstances::Keep,
+                    request_id: Some(id.parse().unwrap()),
+                });
+            })
+        };
+        let begun = records(&adopting("a"), &NodeStatus::default(), &at(1));
+        assert_eq!((begun[0].operation.as_str(), begun[0].result), ("adopt", CommandResult::Processing));
+        let adopted = |alive| NodeStatus {
+            session: Some(session(alive)),
+            adoption: Some(AdoptionResult {
+                quarantine: "q".to_owned(),
                 incarnation: Incarnation(1),
-                boot_id: "b".into(),
-                version: "v".into(),
-                source_revision: None,
-                started_at: at(0),
-                ended_at: None,
+                action: AdoptionAction::Adopt,
+                unknown: UnknownInstances::Keep,
+                request_id: Some("a".parse().unwrap()),
+                adopted: 2,
+                ended: 1,
+                unknown_count: 0,
+                unknown_instances: Vec::new(),
+                finished_at: at(2),
             }),
             ..NodeStatus::default()
         };
-        let told = records(&retired, &session(true), &at(1));
-        assert_eq!(told[0].result, CommandResult::Processing);
-        assert_eq!(records(&retired, &with(session(false), told), &at(2))[0].result, CommandResult::Succeeded);
+        let seen = |alive| records(&adopting("a"), &with(adopted(alive), begun.clone()), &at(2))[0].clone();
+        assert_eq!(seen(false).result, CommandResult::Processing);
+        assert_eq!((seen(true).result, seen(true).counts["adopted"]), (CommandResult::Succeeded, 2));
+        let replaced = records(&adopting("b"), &with(NodeStatus::default(), begun), &at(2));
+        assert_eq!(replaced[0].reason.as_deref(), Some("Superseded"));
     }
 
     #[test]

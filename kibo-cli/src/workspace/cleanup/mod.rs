@@ -15,7 +15,7 @@ use serde::Serialize;
 use self::decide::{NodeFacts, Part, Seen, State, decide};
 use super::{target, view::volume_name};
 use crate::{
-    client::Cluster,
+    client::{Cluster, Paging},
     errors::{Kind, On as _, Result, Subject},
     output::{
         OutputArgs, Page, Present, Table, present,
@@ -86,28 +86,18 @@ async fn of_deleted(cluster: &Cluster, tombstone: WorkspaceTombstone) -> Result<
 
 /// The record of a deleted Workspace: by its id, or the newest of a name.
 async fn tombstone(cluster: &Cluster, name_or_id: &str) -> Result<Option<WorkspaceTombstone>> {
-    const PAGE: u32 = 500;
     let api: Api<WorkspaceTombstone> = cluster.cluster_wide();
     let subject = Subject::cluster("WorkspaceTombstone", name_or_id);
     if let Ok(id) = name_or_id.parse::<WorkspaceId>() {
         return api.get_opt(&id.to_string()).await.on(&subject);
     }
-    let mut newest: Option<WorkspaceTombstone> = None;
-    let mut params = ListParams::default().limit(PAGE);
-    loop {
-        let page = match api.list(&params).await {
-            // Somebody whose rights end at a namespace reads none of them.
-            Err(kube::Error::Api(status)) if status.is_forbidden() => return Ok(None),
-            answer => answer.on(&subject)?,
-        };
-        let of_name = |it: &WorkspaceTombstone| it.spec.name == name_or_id && it.spec.namespace == cluster.namespace();
-        let later = |a: &WorkspaceTombstone, b: &WorkspaceTombstone| a.spec.deleted_at.0.cmp(&b.spec.deleted_at.0);
-        newest = page.items.into_iter().filter(of_name).chain(newest).max_by(later);
-        match page.metadata.continue_.filter(|token| !token.is_empty()) {
-            Some(token) => params.continue_token = Some(token),
-            None => return Ok(newest),
-        }
-    }
+    let all = match Paging::default().list(&api, ListParams::default(), &subject).await {
+        // Somebody whose rights end at a namespace reads none of them.
+        Err(error) if error.kind == Kind::NotPermitted => return Ok(None),
+        listed => listed?.items,
+    };
+    let of_name = |it: &WorkspaceTombstone| it.spec.name == name_or_id && it.spec.namespace == cluster.namespace();
+    Ok(all.into_iter().filter(of_name).max_by_key(|it| it.spec.deleted_at.0))
 }
 
 /// What is known of the nodes that are named.
