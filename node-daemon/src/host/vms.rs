@@ -86,7 +86,8 @@ impl Vms {
         self.were_seen |= !now.is_empty();
         let over = since.filter(|_| self.before.is_some());
         self.before = self.were_seen.then_some(now);
-        let mut all = Sum { ticks: 0, memory: Some(0) };
+        // Where nothing runs nothing is used; what runs and cannot be read is not nothing.
+        let mut all = Sum { ticks: 0, memory: each.is_empty().then_some(0) };
         for sum in each.values() {
             all.add(sum.ticks, sum.memory.map(Bytes));
         }

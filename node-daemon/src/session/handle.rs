@@ -197,7 +197,8 @@ impl<I: InstanceControl> Handler<I> {
         })?;
         self.node.admission.apply(settings);
         let revision = settings.revision;
-        tracing::info!(revision, drain = settings.drain, slots = settings.slots, "settings applied");
+        let (cpu_ratio, memory_ratio) = (settings.cpu_ratio, settings.memory_ratio);
+        tracing::info!(revision, drain = settings.drain, slots = settings.slots, %cpu_ratio, %memory_ratio, "settings applied");
         self.outbox.send(from_node::Message::SettingsApplied(v1::SettingsApplied { revision }));
         Ok(())
     }

@@ -1,13 +1,16 @@
 //! What the running Workspaces use of their hosts: `workspaceusages`, from the nodes' newest reports.
 
+use std::collections::HashMap;
+
 use axum::{
     Extension, Json,
-    extract::{Path, State},
+    extract::{Path, RawQuery, State},
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ListMeta, ObjectMeta};
 use kibo_crds::{
-    NodeId, Workspace,
+    InstanceId, NodeId, Workspace,
     usage::{Allocation, KIND, PLURAL, WorkspaceUsage, WorkspaceUsageList},
+    workspace::Execution,
 };
 use kube::{ResourceExt as _, core::TypeMeta};
 
@@ -23,9 +26,14 @@ use crate::{cache::Key, node::InstanceUsage};
 type Answer<T> = Result<Json<T>, ApiError>;
 
 /// `workspaceusages` of all namespaces.
-pub async fn everywhere(State(server): State<Server>, Extension(user): Extension<User>) -> Answer<WorkspaceUsageList> {
+pub async fn everywhere(
+    State(server): State<Server>,
+    Extension(user): Extension<User>,
+    RawQuery(query): RawQuery,
+) -> Answer<WorkspaceUsageList> {
     server.may_see_usages(&user, None, None).await?;
-    Ok(list(server.usages(|_| true)))
+    check_whole(query.as_deref())?;
+    Ok(list(server.usages(server.workspaces.keys())))
 }
 
 /// `namespaces/NAMESPACE/workspaceusages`
@@ -33,9 +41,12 @@ pub async fn in_namespace(
     State(server): State<Server>,
     Extension(user): Extension<User>,
     Path(namespace): Path<String>,
+    RawQuery(query): RawQuery,
 ) -> Answer<WorkspaceUsageList> {
     server.may_see_usages(&user, Some(&namespace), None).await?;
-    Ok(list(server.usages(|key| key.namespace == namespace)))
+    check_whole(query.as_deref())?;
+    let wanted = server.workspaces.keys().into_iter().filter(|key| key.namespace == namespace).collect();
+    Ok(list(server.usages(wanted)))
 }
 
 /// `namespaces/NAMESPACE/workspaceusages/NAME`
@@ -45,8 +56,7 @@ pub async fn of_one(
     Path((namespace, name)): Path<(String, String)>,
 ) -> Answer<WorkspaceUsage> {
     server.may_see_usages(&user, Some(&namespace), Some(&name)).await?;
-    let wanted = Key::new(&namespace, &name);
-    let found = server.usages(|key| *key == wanted).into_iter().next();
+    let found = server.usages(vec![Key::new(&namespace, &name)]).into_iter().next();
     found.map(Json).ok_or(ApiError::NoUsage { namespace, name })
 }
 
@@ -62,25 +72,25 @@ impl Server {
         authorization::authorize(&self.ctx.client, user, &right).await
     }
 
-    /// Of the Workspaces that are wanted, by namespace and name.
-    fn usages(&self, is_wanted: impl Fn(&Key) -> bool) -> Vec<WorkspaceUsage> {
-        let reported = self.ctx.registry.usages();
-        let of = |(node, told): (NodeId, InstanceUsage)| {
-            let key = self.workspaces.project(|index| index.key_of(told.instance))?;
-            let workspace = is_wanted(&key).then(|| self.workspaces.get(&key))??;
-            usage(&workspace, &node, told)
+    /// Of the Workspaces with these names that run, in this order.
+    fn usages(&self, mut wanted: Vec<Key>) -> Vec<WorkspaceUsage> {
+        wanted.sort_unstable();
+        let mut told: HashMap<NodeId, HashMap<InstanceId, InstanceUsage>> = HashMap::new();
+        let of = |key: Key| {
+            let workspace = self.workspaces.get(&key)?;
+            let execution = workspace.status.as_ref()?.execution.as_ref()?;
+            let on_node = told.entry(execution.node.clone()).or_insert_with(|| {
+                let usages = self.ctx.registry.usages_of(&execution.node);
+                usages.into_iter().map(|usage| (usage.instance, usage)).collect()
+            });
+            Some(usage(&workspace, execution, on_node.get(&execution.instance_id)?))
         };
-        let mut usages: Vec<_> = reported.into_iter().filter_map(of).collect();
-        let place = |usage: &WorkspaceUsage| (usage.metadata.namespace.clone(), usage.metadata.name.clone());
-        usages.sort_by_cached_key(place);
-        usages
+        wanted.into_iter().filter_map(of).collect()
     }
 }
 
-/// `None` when that node does not run this Workspace: it may tell of what it has not ended yet.
-fn usage(workspace: &Workspace, node: &NodeId, told: InstanceUsage) -> Option<WorkspaceUsage> {
-    let execution = workspace.status.as_ref()?.execution.as_ref()?;
-    (execution.instance_id == told.instance && execution.node == *node).then(|| WorkspaceUsage {
+fn usage(workspace: &Workspace, execution: &Execution, told: &InstanceUsage) -> WorkspaceUsage {
+    WorkspaceUsage {
         types: types(KIND),
         metadata: ObjectMeta {
             name: Some(workspace.name_any()),
@@ -89,11 +99,23 @@ fn usage(workspace: &Workspace, node: &NodeId, told: InstanceUsage) -> Option<Wo
             ..ObjectMeta::default()
         },
         instance_id: told.instance,
-        node: node.clone(),
-        sampled_at: told.sampled_at,
+        node: execution.node.clone(),
+        sampled_at: told.sampled_at.clone(),
         allocated: Allocation { cpu_milli: execution.cpu_milli, memory_bytes: execution.memory_bytes },
         used: told.used,
-    })
+    }
+}
+
+/// A list that is not narrowed though it was asked to be would be taken for the narrowed one.
+fn check_whole(query: Option<&str>) -> Result<(), ApiError> {
+    let pairs = form_urlencoded::parse(query.unwrap_or_default().as_bytes());
+    let narrows = |name: &str| matches!(name, "labelSelector" | "fieldSelector" | "continue" | "watch");
+    match pairs.into_iter().find(|(name, value)| narrows(name) && !value.is_empty()) {
+        Some((name, value)) => {
+            Err(ApiError::BadRequest(format!("{name}={value}: {PLURAL} are only listed as a whole, or read by name")))
+        }
+        None => Ok(()),
+    }
 }
 
 fn list(items: Vec<WorkspaceUsage>) -> Json<WorkspaceUsageList> {
@@ -113,32 +135,39 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_node_that_runs_a_workspace_tells_what_it_uses() {
-        let (runs, ended) = (InstanceId::generate(), InstanceId::generate());
+    fn what_was_not_measured_is_left_out() {
+        let instance = InstanceId::generate();
         let workspace: Workspace = serde_json::from_value(json!({
             "metadata": { "name": "dev", "namespace": "team" },
             "spec": { "template": "debian-12" },
             "status": { "execution": {
-                "instanceId": runs, "node": "node-1", "incarnation": 1, "cpuMilli": 500, "memoryBytes": 100,
+                "instanceId": instance, "node": "node-1", "incarnation": 1, "cpuMilli": 500, "memoryBytes": 100,
                 "lastSeq": 0, "startedAt": "1970-01-01T00:00:00Z",
             }},
         }))
         .unwrap();
-        let told = |instance| InstanceUsage {
+        let execution = workspace.status.as_ref().unwrap().execution.as_ref().unwrap();
+        let told = InstanceUsage {
             instance,
             sampled_at: Time(Timestamp::UNIX_EPOCH),
             used: Usage { cpu_milli: None, memory_bytes: Some(Bytes(70)) },
         };
-        let [node, other]: [NodeId; 2] = ["node-1", "node-2"].map(|id| id.parse().unwrap());
-        assert_eq!(usage(&workspace, &node, told(ended)), None);
-        assert_eq!(usage(&workspace, &other, told(runs)), None);
-        let shown = serde_json::to_value(usage(&workspace, &node, told(runs)).unwrap()).unwrap();
         let expected = json!({
             "apiVersion": "subresources.kibotos.dev/v1alpha1", "kind": "WorkspaceUsage",
             "metadata": { "name": "dev", "namespace": "team" },
-            "instanceId": runs, "node": "node-1", "sampledAt": "1970-01-01T00:00:00Z",
+            "instanceId": instance, "node": "node-1", "sampledAt": "1970-01-01T00:00:00Z",
             "allocated": { "cpuMilli": 500, "memoryBytes": 100 }, "used": { "memoryBytes": 70 },
         });
-        assert_eq!(shown, expected);
+        assert_eq!(serde_json::to_value(usage(&workspace, execution, &told)).unwrap(), expected);
+    }
+
+    #[test]
+    fn a_list_is_not_narrowed_in_silence() {
+        for whole in [None, Some(""), Some("limit=500&resourceVersion=0"), Some("labelSelector=")] {
+            assert!(check_whole(whole).is_ok(), "{whole:?}");
+        }
+        for narrowed in ["labelSelector=app%3Dweb", "limit=5&fieldSelector=metadata.name%3Da", "watch=true"] {
+            assert!(check_whole(Some(narrowed)).is_err(), "{narrowed}");
+        }
     }
 }

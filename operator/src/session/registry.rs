@@ -162,14 +162,9 @@ impl Registry {
         self.get(node).map(|session| snapshot_of(&session))
     }
 
-    /// What the Instances of all nodes used when their nodes reported last.
-    pub fn usages(&self) -> Vec<(NodeId, InstanceUsage)> {
-        let sessions: Vec<_> = self.sessions().values().cloned().collect();
-        let of = |session: Arc<Session>| {
-            let node = session.node.clone();
-            session.usages().into_iter().map(move |usage| (node.clone(), usage))
-        };
-        sessions.into_iter().flat_map(of).collect()
+    /// What the Instances of a node used when it reported last.
+    pub fn usages_of(&self, node: &NodeId) -> Vec<InstanceUsage> {
+        self.get(node).map(|session| session.usages()).unwrap_or_default()
     }
 
     /// Moves when a session came or went, or when what a node can take changed.
