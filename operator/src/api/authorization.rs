@@ -103,7 +103,7 @@ fn decide(user: &User, right: &Right, answer: Option<SubjectAccessReviewStatus>)
     let why = [answer.reason, answer.evaluation_error].into_iter().flatten().filter(|text| !text.is_empty());
     Err(ApiError::Forbidden {
         user: user.name.clone(),
-        right: right.clone(),
+        right: Box::new(right.clone()),
         why: why.fold(String::new(), |all, text| format!("{all}: {text}")),
     })
 }

@@ -17,7 +17,7 @@ pub enum ApiError {
     #[error("the request did not come through the Kubernetes API server: {0}")]
     Unauthenticated(&'static str),
     #[error("{}.{GROUP} {:?} is forbidden: User {user:?} {right}{why}", right.resource, right.name.as_deref().unwrap_or_default())]
-    Forbidden { user: String, right: Right, why: String },
+    Forbidden { user: String, right: Box<Right>, why: String },
     #[error("workspaces.kibotos.dev {name:?} not found in the namespace {namespace:?}")]
     NoWorkspace { namespace: String, name: String },
     #[error(
@@ -100,9 +100,8 @@ impl ApiError {
         let (name, cause) = match self {
             Self::NotRunning { name, .. } => (name, Some(("WorkspaceNotRunning", Some("status.phase")))),
             Self::Refused { name, .. } => (name, Some(("NodeRefused", None))),
-            Self::NoWorkspace { name, .. } | Self::Forbidden { right: Right { name: Some(name), .. }, .. } => {
-                (name, None)
-            }
+            Self::NoWorkspace { name, .. } => (name, None),
+            Self::Forbidden { right, .. } => (right.name.as_ref()?, None),
             _ => return None,
         };
         let causes = cause.map(|(reason, field)| {
@@ -165,13 +164,13 @@ mod tests {
     fn a_refusal_of_rights_names_user_verb_and_resource() {
         let error = ApiError::Forbidden {
             user: "jane".to_owned(),
-            right: Right {
+            right: Box::new(Right {
                 verb: "create",
                 resource: "workspaces",
                 subresource: Some("exec"),
                 namespace: Some("team".to_owned()),
                 name: Some("dev".to_owned()),
-            },
+            }),
             why: String::new(),
         };
         let status = error.to_status();
