@@ -283,7 +283,7 @@ fn found(inner: &Inner, record: &Record, launch: &Launch, process: Option<VmProc
                 let message = "the VM used more memory than its limit and was killed: give the Workspace more memory";
                 Ending::new(EndReason::OutOfMemory, message)
             } else if record.host_boot_id != host_boot_id() {
-                Ending::new(EndReason::VmmExited, "the host was restarted, or failed, while the VM ran")
+                Ending::new(EndReason::HostRestarted, "the host was restarted, or failed, while the VM ran")
             } else {
                 Ending::new(EndReason::VmmExited, "the VM ended while the daemon was away")
             };

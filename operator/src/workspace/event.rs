@@ -221,6 +221,8 @@ fn meaning(reason: v1::EndReason) -> Meaning {
         End::GuestConfigureFailed => failed("GuestConfigureFailed"),
         End::GuestBootTimeout => failed("GuestBootTimeout"),
         End::VmmExited => failed("VmmExited"),
+        // The same as when the new life of the node is seen before the node has told it.
+        End::HostRestarted => failed("NodeRestarted"),
         End::GuestPanicked => failed("GuestPanicked"),
         End::GuestAgentDied => failed("GuestAgentDied"),
         End::TornDown => failed("TornDown"),
@@ -311,6 +313,7 @@ fn sentence(reason: v1::EndReason) -> &'static str {
         End::NetworkFailed => "the network of the guest could not be made on the node",
         End::GuestConfigureFailed => "the guest could not be configured",
         End::GuestBootTimeout => "the guest did not come up in time",
+        End::HostRestarted => "its host was booted anew while it ran: start it again",
         End::VmmExited => "the virtual machine ended by a fault or was killed: start it again",
         End::GuestPanicked => "the kernel of the guest panicked",
         End::GuestAgentDied => "the agent in the guest died, and the guest with it",

@@ -10,6 +10,7 @@ fn ends_are_told_apart() {
         (End::OutOfMemory, WorkspacePhase::Stopped, Some("OutOfMemory")),
         (End::GuestShutdown, WorkspacePhase::Stopped, Some("GuestShutdown")),
         (End::VmmExited, WorkspacePhase::Failed, Some("VmmExited")),
+        (End::HostRestarted, WorkspacePhase::Failed, Some("NodeRestarted")),
         (End::GuestPanicked, WorkspacePhase::Failed, Some("GuestPanicked")),
         (End::GuestAgentDied, WorkspacePhase::Failed, Some("GuestAgentDied")),
         (End::HolderConflict, WorkspacePhase::Failed, Some("HolderConflict")),
