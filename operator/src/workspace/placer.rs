@@ -17,6 +17,7 @@ use crate::{
     placement::{self, Assignment, CandidateNode, CandidatePool, Demand, Exclusion, PoolAccess, Unplaceable, Used},
     session::{DeclaredPool, NodeSnapshot},
     storage_pool::Marker,
+    volume::Volumes,
 };
 
 /// Requests that came within this time are one batch.
@@ -89,18 +90,14 @@ fn reserve(world: &World, snapshots: &[NodeSnapshot], assignment: Assignment, de
 fn candidates(world: &World, snapshots: &[NodeSnapshot]) -> Vec<CandidateNode> {
     let oldest = snapshots.iter().filter_map(|snapshot| snapshot.last_assigned).min();
     let mut nodes = Vec::with_capacity(snapshots.len());
-    let (mut volumes, mut volume_sizes) = (BTreeMap::new(), BTreeMap::new());
-    world.volumes.project(|index| {
-        add_all(&mut volumes, index.promised());
-        add_all(&mut volume_sizes, index.allocated());
-    });
     world.workspaces.project(|index| {
         // Under the lock of the index: a promise that turns into an execution is counted once, never twice or not at all.
-        let (promised_nodes, mut promised) = world.ledger.sums(|instance| index.key_of(instance).is_some());
+        let starts = || world.ledger.sums(|instance| index.key_of(instance).is_some());
+        let ((promised_nodes, mut promised), volumes) = with_volumes(starts, &world.volumes);
         let in_flight = promised.clone();
         // Of space a little may be counted twice for a moment.
         add_all(&mut promised, index.promised());
-        add_all(&mut promised, volumes.iter().map(|(pool, bytes)| (pool, *bytes)));
+        add_all(&mut promised, volumes.promised.iter().map(|(pool, bytes)| (pool, *bytes)));
         for snapshot in snapshots {
             let mut used = index.used(&snapshot.id);
             if let Some(in_flight) = promised_nodes.get(&snapshot.id) {
@@ -115,7 +112,7 @@ fn candidates(world: &World, snapshots: &[NodeSnapshot]) -> Vec<CandidateNode> {
                 free: pool.free.map(|free| free.saturating_sub(promised.get(&pool.id).copied().unwrap_or_default())),
                 unallocated: world.ctx.pools.limit(&pool.id).or(pool.capacity).map(|capacity| {
                     let layers = index.pool(&pool.id).allocated;
-                    let volumes = volume_sizes.get(&pool.id).copied().unwrap_or_default();
+                    let volumes = volumes.allocated.get(&pool.id).copied().unwrap_or_default();
                     let starts = in_flight.get(&pool.id).copied().unwrap_or_default();
                     capacity.saturating_sub(layers).saturating_sub(volumes).saturating_sub(starts)
                 }),
@@ -137,6 +134,25 @@ fn candidates(world: &World, snapshots: &[NodeSnapshot]) -> Vec<CandidateNode> {
         }
     });
     nodes
+}
+
+/// What the Volumes that are stored take of the pools.
+#[derive(Default)]
+struct OfVolumes {
+    promised: BTreeMap<PoolId, Bytes>,
+    allocated: BTreeMap<PoolId, Bytes>,
+}
+
+/// The promises first: a start stores its Volumes before its execution, for which its promise is left out. So what is
+/// stored meanwhile may count twice, and never not at all.
+fn with_volumes<T>(starts: impl FnOnce() -> T, volumes: &Volumes) -> (T, OfVolumes) {
+    let starts = starts();
+    let mut sums = OfVolumes::default();
+    volumes.project(|index| {
+        add_all(&mut sums.promised, index.promised());
+        add_all(&mut sums.allocated, index.allocated());
+    });
+    (starts, sums)
 }
 
 fn access(world: &World, pool: &DeclaredPool) -> PoolAccess {
@@ -166,5 +182,28 @@ fn closed(snapshot: &NodeSnapshot) -> Option<Exclusion> {
         Some(Exclusion::MemoryTight)
     } else {
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kibo_crds::{Volume, volume::VolumeStatus};
+
+    use super::*;
+
+    /// A start whose Volume and execution are both stored while the sums are taken.
+    #[test]
+    fn a_volume_that_is_stored_meanwhile_never_counts_nowhere() {
+        let volumes = Volumes::new(Box::new(|_, _, _| ()));
+        let pool: PoolId = "p".parse().unwrap();
+        let spec = serde_json::from_value(serde_json::json!({ "size": "64Mi" })).unwrap();
+        let mut volume = Volume::new("data", spec);
+        volume.metadata.uid = Some("u".to_owned());
+        volume.metadata.resource_version = Some("1".to_owned());
+        volume.status = Some(VolumeStatus { pool: Some(pool.clone()), ..VolumeStatus::default() });
+        let nothing_is_promised = || assert!(volumes.observe(volume));
+        let ((), sums) = with_volumes(nothing_is_promised, &volumes);
+        assert_eq!(sums.allocated.get(&pool), Some(&Bytes::mib(64)));
+        assert_eq!(sums.promised.get(&pool), Some(&Bytes::mib(64)));
     }
 }
