@@ -69,6 +69,8 @@ pub struct Pool {
     /// Of the marker that this daemon has seen first.
     uid: Arc<OnceLock<String>>,
     status: StatusWatch,
+    /// Of this node, in all of its pools.
+    life: fence::Life,
     loss: Loss,
     waiting: Arc<AtomicU32>,
     /// None once the pool was declared lost.
@@ -221,6 +223,7 @@ impl Pools {
                 node: node.clone(),
                 uid: Arc::default(),
                 status,
+                life: life.clone(),
                 loss,
                 waiting: Arc::default(),
                 heart: Mutex::new(heart),
@@ -289,7 +292,7 @@ impl Pool {
 
     /// The newest known status; never waits.
     pub fn status(&self) -> PoolStatus {
-        self.status.get()
+        self.status.get().lived(self.life.get())
     }
 
     /// Asks for a fresh look at it, without waiting.

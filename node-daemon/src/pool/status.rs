@@ -45,6 +45,21 @@ impl PoolStatus {
         Self { uid, problem, capacity: None, free: None, used: None, own_mark: None }
     }
 
+    /// The same in this life of the node. One that the pool says is dead can take nothing there, and placement is to pass
+    /// the pool by.
+    pub fn lived(mut self, lived: Option<Incarnation>) -> Self {
+        if let (None, Some(dead), Some(lived)) = (&self.problem, self.own_mark, lived)
+            && dead >= lived
+        {
+            let problem = format!(
+                "the pool says that this node is dead up to incarnation {dead}, and it lives {lived}: restart its host, or \
+                 isolate the node, so that it gets a later one"
+            );
+            self.problem = Some(problem);
+        }
+        self
+    }
+
     pub fn is_available(&self) -> bool {
         self.problem.is_none()
     }

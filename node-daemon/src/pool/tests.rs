@@ -478,3 +478,22 @@ fn where_an_object_was_only_refused_nothing_of_it_is_kept() {
     assert_eq!(pool.confirm_not_taken(&object(3, PredecessorEnd::Released), |_| false).unwrap(), ObjectUse::Refused);
     assert!(!entries()[0].is_deleted);
 }
+
+#[test]
+fn a_pool_in_which_this_life_is_marked_as_dead_is_passed_by() {
+    let setup = Setup::new();
+    fence::sign_in(setup.dir.path(), &"a".parse().unwrap()).unwrap();
+    fence::mark(setup.dir.path(), &"a".parse().unwrap(), Incarnation(7), &"b".parse().unwrap()).unwrap();
+    let a = setup.on("a");
+    let told = |lived: Option<u64>| {
+        a.life.set(lived.map(Incarnation));
+        a.report().available
+    };
+    // Before the first session nobody knows in which life it will be used.
+    assert_eq!([None, Some(1), Some(7), Some(8)].map(told), [true, false, false, true]);
+    a.life.set(Some(Incarnation(1)));
+    let problem = a.status().problem.unwrap();
+    assert!(problem.contains("dead up to incarnation 7, and it lives 1"), "{problem}");
+    let error = a.take(&object(1, PredecessorEnd::None), &taker("a")).unwrap_err();
+    assert!(matches!(error.cause, TakeFailure::Conflict(Conflict::Isolated { .. })), "{error}");
+}
