@@ -4,7 +4,7 @@ use std::{fs, io, os::unix::fs::MetadataExt as _, path::Path};
 
 use kibo_crds::{Bytes, ObjectUid};
 
-use super::{Pool, PoolError, image, marker, record_files};
+use super::{Pool, PoolError, image, marker, moving, record_files};
 use crate::launch::{Grant, GrantedObject, Object, PredecessorEnd, Taker};
 
 /// A block as `st_blocks` counts it.
@@ -14,7 +14,7 @@ const BLOCK: u64 = 512;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PoolEntry {
     pub name: String,
-    /// Absent: it is no object of Kibotos.
+    /// Absent: it is no object of Kibotos. Also of an object, or a copy of one, that was put aside to be removed.
     pub uid: Option<ObjectUid>,
     /// What it occupies.
     pub used: Bytes,
@@ -67,7 +67,11 @@ impl Pool {
         if found != pool_uid {
             return Err(PoolError::OtherPool { pool: self.id.clone(), expected: pool_uid.to_owned(), found });
         }
-        let records = record_files::list(&self.object_dir(uid)).map_err(self.io("read the holder records", uid))?;
+        let records = {
+            let _lock = self.begin(uid)?;
+            self.find_again(uid)?;
+            self.list(uid)?
+        };
         let predecessor = records.0.keys().next_back().copied().unwrap_or_default();
         let epoch = predecessor.next().unwrap_or(predecessor);
         let object =
@@ -79,11 +83,15 @@ impl Pool {
 
 fn entry(dir: &Path, name: String) -> io::Result<PoolEntry> {
     let path = dir.join(&name);
-    let uid = name.parse::<ObjectUid>().ok();
+    let used = occupied(&path)?;
+    let Ok(uid) = name.parse::<ObjectUid>() else {
+        // Its records say nothing of what has the object's name.
+        return Ok(PoolEntry { uid: moving::object_of_aside(&name), used, is_deleted: false, name });
+    };
     // Records that cannot be read prove nothing.
-    let records = uid.as_ref().and_then(|_| record_files::list(&path).ok()).unwrap_or_default();
+    let records = record_files::list(&path).unwrap_or_default();
     let is_deleted = records.is_deletion_begun() || (records.are_refusals() && image::size(&path)?.is_none());
-    Ok(PoolEntry { used: occupied(&path)?, is_deleted, uid, name })
+    Ok(PoolEntry { used, is_deleted, uid: Some(uid), name })
 }
 
 /// What a file or a directory with its files takes.

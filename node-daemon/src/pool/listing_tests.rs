@@ -78,6 +78,20 @@ fn everything_is_listed_in_pages_and_deletions_are_told() {
 }
 
 #[test]
+fn what_was_put_aside_is_an_object_that_nobody_knows_to_be_deleted() {
+    let setup = Setup::new(false);
+    let pool = setup.pool();
+    // Only the record of a refusal: under the object's own name it would count as deleted.
+    pool.close(&granted(1), &taker(By::Instance(InstanceId::generate()))).unwrap();
+    let told =
+        || pool.entries("", 9).unwrap().entries.into_iter().map(|it| (it.uid, it.is_deleted)).collect::<Vec<_>>();
+    assert_eq!(told(), [(Some(uid()), true)]);
+    let aside = setup.objects().join(format!(".discard.{UID}.1.01ARZ3NDEKTSV4RRFFQ69G5FAV"));
+    fs::rename(setup.objects().join(UID), aside).unwrap();
+    assert_eq!(told(), [(Some(uid()), false)]);
+}
+
+#[test]
 fn what_is_left_of_a_deleted_object_goes_unless_somebody_uses_it_or_the_pool_is_another() {
     let setup = Setup::new(false);
     let pool = setup.pool();

@@ -37,6 +37,16 @@ impl Pool {
         record_files::list(&self.object_dir(uid)).map_err(self.io("read the holder records", uid))
     }
 
+    /// The records, for somebody who was granted this epoch: one that seems to be missing may have been put aside.
+    fn list_with(&self, uid: &ObjectUid, epoch: Epoch) -> Result<Records, PoolError> {
+        let records = self.list(uid)?;
+        if records.use_of(epoch) != EpochUse::Untouched {
+            return Ok(records);
+        }
+        self.find_again(uid)?;
+        self.list(uid)
+    }
+
     fn write(&self, uid: &ObjectUid, kind: Kind, record: &Record) -> Result<(), PoolError> {
         let dir = self.object_dir(uid);
         self.make_object_dir(&dir).map_err(self.io("make the directory", uid))?;
@@ -60,6 +70,9 @@ impl Pool {
         let uid = &granted.object.uid;
         let error = |object_use, cause| TakeError { uid: uid.clone(), epoch: granted.grant.epoch, object_use, cause };
         let _lock = self.begin(uid).map_err(|cause| error(ObjectUse::Held, cause.into()))?;
+        if granted.object.must_exist {
+            self.find_again(uid).map_err(|cause| error(ObjectUse::Held, cause.into()))?;
+        }
         match self.write_taken(granted, taker) {
             Ok(None) => {}
             Ok(Some(conflict)) => {
@@ -192,7 +205,7 @@ impl Pool {
     }
 
     fn write_released(&self, uid: &ObjectUid, epoch: Epoch) -> Result<EpochUse, PoolError> {
-        let records = self.list(uid)?;
+        let records = self.list_with(uid, epoch)?;
         let found = records.use_of(epoch);
         let taken = records.0.get(&epoch).and_then(|records| records.taken.as_ref());
         if let (EpochUse::Held, Some(taken)) = (found, taken) {
@@ -222,7 +235,7 @@ impl Pool {
             return Ok(ObjectUse::Released);
         }
         let _lock = self.begin(uid)?;
-        match self.list(uid)?.decide_close(epoch, taker) {
+        match self.list_with(uid, epoch)?.decide_close(epoch, taker) {
             Closing::Done(object_use) => Ok(object_use),
             Closing::Release => {
                 self.write_released(uid, epoch)?;
@@ -249,7 +262,7 @@ impl Pool {
             return Ok(ObjectUse::Released);
         }
         let _lock = self.begin(uid)?;
-        let records = self.list(uid)?;
+        let records = self.list_with(uid, epoch)?;
         match records.use_of(epoch) {
             EpochUse::Held => {
                 let taken = records.0.get(&epoch).and_then(|records| records.taken.as_ref());
@@ -278,6 +291,7 @@ impl Pool {
     pub fn delete(&self, granted: &GrantedObject, taker: &Taker) -> Result<(), PoolError> {
         let uid = &granted.object.uid;
         let _lock = self.begin(uid)?;
+        self.find_again(uid)?;
         let dir = self.object_dir(uid);
         if !dir.try_exists().map_err(self.io("find the directory", uid))? {
             return Ok(());

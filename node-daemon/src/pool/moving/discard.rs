@@ -2,9 +2,13 @@
 //!
 //! What is to be removed is first put aside as a whole, under a name that is never used twice, and only then judged by
 //! the records in it. A node that was wrongly taken for dead, and goes on when the object has come back under the same
-//! name, so removes nothing: what it has put aside by then says that it is the object, and goes back.
+//! name, so removes nothing: what it has put aside by then says that it is the object, and goes back. Should it end before
+//! it has given that back, whoever misses the object looks for it here.
 
-use std::{fs, io, path::Path};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
 
 use kibo_crds::{Epoch, ObjectUid};
 
@@ -22,10 +26,72 @@ fn aside_name(uid: &ObjectUid, epoch: Epoch) -> String {
     format!("{PREFIX}{uid}.{epoch}.{}", ulid::Ulid::new())
 }
 
-/// The epoch of the order that something of this object was put aside for.
-fn parse(name: &str, uid: &ObjectUid) -> Option<Epoch> {
-    let rest = name.strip_prefix(PREFIX)?.strip_prefix(uid.as_str())?.strip_prefix('.')?;
-    rest.split_once('.')?.0.parse().ok().map(Epoch)
+/// Of what object something was put aside, and the epoch of the order.
+fn parse(name: &str) -> Option<(ObjectUid, Epoch)> {
+    let (uid, rest) = name.strip_prefix(PREFIX)?.split_once('.')?;
+    let (epoch, _) = rest.split_once('.')?;
+    Some((uid.parse().ok()?, Epoch(epoch.parse().ok()?)))
+}
+
+/// The object of which a directory of this name was put aside.
+pub fn object_of_aside(name: &str) -> Option<ObjectUid> {
+    parse(name).map(|(uid, _)| uid)
+}
+
+/// What was put aside of an object, and the epochs of the orders.
+fn asides(objects: &Path, uid: &ObjectUid) -> io::Result<Vec<(Epoch, PathBuf)>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(objects)? {
+        let entry = entry?;
+        match entry.file_name().to_str().and_then(parse) {
+            Some((of, epoch)) if of == *uid => found.push((epoch, entry.path())),
+            _ => {}
+        }
+    }
+    Ok(found)
+}
+
+fn judge(dir: &Path, epoch: Epoch) -> io::Result<Result<(), NotACopy>> {
+    let has_image = image::size(dir)?.is_some();
+    Ok(record_files::list(dir)?.decide_discard(epoch, has_image))
+}
+
+/// `false`: somebody else has come to its end.
+fn touch(aside: &Path) -> io::Result<bool> {
+    match fs::File::create(aside.join(TOUCHED)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        file => file?.sync_all().map(|()| true),
+    }
+}
+
+/// Takes the place of an empty directory only.
+fn put_back(objects: &Path, uid: &ObjectUid, aside: &Path) -> io::Result<()> {
+    record_files::remove_if_there(&aside.join(TOUCHED))?;
+    match fs::rename(aside, objects.join(uid.as_str())) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => {
+            let problem = format!(
+                "{error}: the object is in {}; when nothing uses it, move its files back by hand and remove that directory",
+                aside.display()
+            );
+            Err(io::Error::new(error.kind(), problem))
+        }
+        Ok(()) => durable::sync_dir(objects),
+    }
+}
+
+/// Gives the object its name back where somebody who was slow to die has put it aside. A copy is left where it is.
+pub fn put_back_objects(objects: &Path, uid: &ObjectUid) -> io::Result<()> {
+    for (epoch, aside) in asides(objects, uid)? {
+        if !touch(&aside)? {
+            continue;
+        }
+        if let Err(problem) = judge(&aside, epoch)? {
+            tracing::warn!(object = %uid, %problem, "what was put aside as a copy is the object, and goes back");
+            put_back(objects, uid, &aside)?;
+        }
+    }
+    Ok(())
 }
 
 impl Pool {
@@ -43,7 +109,7 @@ impl Pool {
             return Ok(());
         }
         // The object itself is not put aside even for a moment when that can be seen before.
-        if let Err(problem) = self.judge(uid, epoch, &dir)? {
+        if let Err(problem) = judge(&dir, epoch).map_err(self.io("look at the directory", uid))? {
             return Err(PoolError::NotACopy { uid: uid.clone(), pool: self.id.clone(), problem });
         }
         kibo_failpoint::reach_blocking("copy-judged");
@@ -65,39 +131,35 @@ impl Pool {
         })
     }
 
+    /// Where the image is missing: whoever was to remove a copy may have put aside the object, and have ended before it
+    /// gave that back. By whoever has the object's lock.
+    pub(in crate::pool) fn find_again(&self, uid: &ObjectUid) -> Result<(), PoolError> {
+        match image::size(&self.object_dir(uid)).map_err(self.io("look at the image", uid))? {
+            Some(_) => Ok(()),
+            None => self.finish_discards(uid),
+        }
+    }
+
     /// Goes on with what daemons that were killed put aside. Everybody judges it in the same way.
     fn finish_discards(&self, uid: &ObjectUid) -> Result<(), PoolError> {
-        let objects = self.path.join(marker::OBJECTS);
         let failed = |source| PoolError::List { pool: self.id.clone(), source };
-        for entry in fs::read_dir(&objects).map_err(failed)? {
-            let entry = entry.map_err(failed)?;
-            let Some(epoch) = entry.file_name().to_str().and_then(|name| parse(name, uid)) else { continue };
-            if let Err(problem) = self.finish(uid, epoch, &entry.path())? {
+        for (epoch, aside) in asides(&self.path.join(marker::OBJECTS), uid).map_err(failed)? {
+            if let Err(problem) = self.finish(uid, epoch, &aside)? {
                 tracing::warn!(pool = %self.id, object = %uid, %problem, "what was put aside as a copy went back");
             }
         }
         Ok(())
     }
 
-    fn judge(&self, uid: &ObjectUid, epoch: Epoch, dir: &Path) -> Result<Result<(), NotACopy>, PoolError> {
-        let has_image = image::size(dir).map_err(self.io("look at the image", uid))?.is_some();
-        let records = record_files::list(dir).map_err(self.io("read the holder records", uid))?;
-        Ok(records.decide_discard(epoch, has_image))
-    }
-
     /// Removes what was put aside, or gives it its name back when it is the object. Killed anywhere, it is judged again in
     /// the same way: the image goes first, and then the records, the newest last.
     fn finish(&self, uid: &ObjectUid, epoch: Epoch, aside: &Path) -> Result<Result<(), NotACopy>, PoolError> {
-        let touched = aside.join(TOUCHED);
-        let touch = || fs::File::create(&touched)?.sync_all();
-        match touch() {
-            // Somebody else has come to its end.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Ok(())),
-            touched => touched.map_err(self.io("look at what was put aside", uid))?,
+        if !touch(aside).map_err(self.io("look at what was put aside", uid))? {
+            return Ok(Ok(()));
         }
-        if let Err(problem) = self.judge(uid, epoch, aside)? {
-            record_files::remove_if_there(&touched).map_err(self.io("clean up what was put aside", uid))?;
-            self.put_back(uid, aside)?;
+        let objects = self.path.join(marker::OBJECTS);
+        if let Err(problem) = judge(aside, epoch).map_err(self.io("look at what was put aside", uid))? {
+            put_back(&objects, uid, aside).map_err(self.io("put back the directory", uid))?;
             return Ok(Err(problem));
         }
         image::remove(aside).map_err(self.io("remove the copy", uid))?;
@@ -108,26 +170,10 @@ impl Pool {
         }
         kibo_failpoint::reach_blocking("copy-records-removed");
         fs::remove_dir_all(aside).map_err(self.io("remove the directory", uid))?;
-        durable::sync_dir(&self.path.join(marker::OBJECTS)).map_err(self.io("sync the directory", uid))?;
+        durable::sync_dir(&objects).map_err(self.io("sync the directory", uid))?;
         self.status.look_again();
         kibo_failpoint::reach_blocking("copy-removed");
         Ok(Ok(()))
-    }
-
-    /// Takes the place of an empty directory only.
-    fn put_back(&self, uid: &ObjectUid, aside: &Path) -> Result<(), PoolError> {
-        match fs::rename(aside, self.object_dir(uid)) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-            Err(error) => {
-                let problem = format!(
-                    "{error}: the object is in {}; when nothing uses it, move its image back by hand",
-                    aside.display()
-                );
-                return Err(self.io("put back the directory", uid)(io::Error::new(error.kind(), problem)));
-            }
-            Ok(()) => {}
-        }
-        durable::sync_dir(&self.path.join(marker::OBJECTS)).map_err(self.io("sync the directory", uid))
     }
 }
 
@@ -140,9 +186,12 @@ mod tests {
         let uid: ObjectUid = "6f9619ff-8b86-d011-b42d-00c04fc964ff".parse().unwrap();
         let other: ObjectUid = "6f9619ff-8b86-d011-b42d-00c04fc964f0".parse().unwrap();
         let name = aside_name(&uid, Epoch(7));
-        assert_eq!(parse(&name, &uid), Some(Epoch(7)));
-        assert_eq!(parse(&name, &other), None);
-        assert_eq!(parse(uid.as_str(), &uid), None);
+        assert_eq!(parse(&name), Some((uid.clone(), Epoch(7))));
+        assert_eq!(parse(uid.as_str()), None);
+        let objects = tempfile::tempdir().unwrap();
+        fs::create_dir(objects.path().join(&name)).unwrap();
+        assert_eq!(asides(objects.path(), &uid).unwrap(), [(Epoch(7), objects.path().join(&name))]);
+        assert_eq!(asides(objects.path(), &other).unwrap(), []);
         assert!(name.parse::<ObjectUid>().is_err());
         assert_ne!(name, aside_name(&uid, Epoch(7)));
     }

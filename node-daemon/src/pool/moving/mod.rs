@@ -29,6 +29,7 @@ use kibo_crds::{Bytes, Epoch, ObjectUid, PoolId};
 use kibo_protocol::v1;
 
 pub use copy::Progress;
+pub use discard::{object_of_aside, put_back_objects};
 pub use journal::clear;
 
 use super::{
@@ -138,6 +139,7 @@ impl Moving<'_> {
 
     fn take_source(&self) -> Result<(File, u64), MoveError> {
         let _lock = self.from.begin(self.uid())?;
+        self.from.find_again(self.uid())?;
         self.take(self.from)?;
         kibo_failpoint::reach_blocking("move-source-taken");
         let dir = self.from.object_dir(self.uid());
@@ -152,14 +154,16 @@ impl Moving<'_> {
     /// daemon came with this same move.
     fn take_target(&self, size: u64) -> Result<Journal, MoveError> {
         let _lock = self.to.begin(self.uid())?;
+        self.to.find_again(self.uid())?;
         let dir = self.to.object_dir(self.uid());
         let failed = |action| self.io_error(action);
         let new = Journal::new(self.from.id.clone(), self.epoch(), size);
-        let known = Journal::read(&dir, &new).map_err(failed("read the journal of"))?;
-        let journal = known.filter(|known| known.complete || copy_path(&dir, self.epoch()).exists());
+        let mut journal = self.known(&dir, &new)?;
         let is_whole = journal.as_ref().is_some_and(|journal| journal.complete);
         if !is_whole && image::size(&dir).map_err(failed("look at"))?.is_some() {
-            self.discard_older()?;
+            self.discard_older(&dir)?;
+            // A journal goes with the copy that it tells of.
+            journal = self.known(&dir, &new)?;
         }
         self.take(self.to)?;
         kibo_failpoint::reach_blocking("move-target-taken");
@@ -170,18 +174,39 @@ impl Moving<'_> {
         Ok(journal.unwrap_or(new))
     }
 
+    /// How far the copy of this move has come, as far as it is there.
+    fn known(&self, dir: &Path, new: &Journal) -> Result<Option<Journal>, MoveError> {
+        let known = Journal::read(dir, new).map_err(self.io_error("read the journal of"))?;
+        Ok(known.filter(|known| known.complete || copy_path(dir, self.epoch()).exists()))
+    }
+
     /// Removes the copy of an earlier move that came to nothing. Who made it may live, and is told first.
-    fn discard_older(&self) -> Result<(), MoveError> {
+    fn discard_older(&self, dir: &Path) -> Result<(), MoveError> {
         let records = self.to.list(self.uid())?;
-        if let TakeDecision::Conflict(_) = records.decide_take(&self.granted.grant, self.taker) {
+        match records.decide_take(&self.granted.grant, self.taker) {
             // The grant is refused with that.
-            return Ok(());
+            TakeDecision::Conflict(_) => return Ok(()),
+            // What was older went before the record was written. So this is of somebody who was slow to die; or it is the
+            // object already, and this order came late.
+            TakeDecision::AlreadyMine if !self.has_named(dir)? => return Err(self.occupied()),
+            TakeDecision::AlreadyMine | TakeDecision::Write => {}
         }
         self.to.tell_the_dead(&records, self.granted)?;
         match self.to.discard(self.uid(), self.epoch()) {
             Err(PoolError::NotACopy { uid, pool, .. }) => Err(MoveError::Occupied { uid, pool }),
             discarded => Ok(discarded?),
         }
+    }
+
+    /// Whether the image is the copy of this move, under both of its names.
+    fn has_named(&self, dir: &Path) -> Result<bool, MoveError> {
+        let find = |path: &Path| inode(path).map_err(self.io_error("look at"));
+        let unnamed = find(&copy_path(dir, self.epoch()))?;
+        Ok(unnamed.is_some() && unnamed == find(&dir.join(image::IMAGE))?)
+    }
+
+    fn occupied(&self) -> MoveError {
+        MoveError::Occupied { uid: self.uid().clone(), pool: self.to.id.clone() }
     }
 
     fn check_space(&self, dir: &Path, size: u64) -> Result<(), MoveError> {
@@ -198,7 +223,8 @@ impl Moving<'_> {
         let dir = self.to.object_dir(self.uid());
         let path = copy_path(&dir, self.epoch());
         let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(false).mode(0o600);
+        // Never a new one where the journal says that some of it is there.
+        options.read(true).write(true).create(journal.done == 0).truncate(false).mode(0o600);
         let (target, target_is_direct) = open(&path, &mut options)?;
         target.set_len(journal.size).map_err(self.io_error("size the copy of"))?;
         let copy = Copy { source, target: &target, target_is_direct, size: journal.size, progress: self.progress };
@@ -271,7 +297,6 @@ impl Moving<'_> {
         let failed = |action| self.io_error(action);
         let (unnamed, named) = (inode(&copy).map_err(failed("look at"))?, inode(&image).map_err(failed("look at"))?);
         let size = Some(journal.size);
-        let occupied = || MoveError::Occupied { uid: self.uid().clone(), pool: self.to.id.clone() };
         match (unnamed, named) {
             // An earlier try came to its end.
             (None, Some((_, found))) if Some(found) == size => {}
@@ -283,12 +308,12 @@ impl Moving<'_> {
             }
             (Some(unnamed), Some(named)) if unnamed == named => {}
             // Of an earlier move, whose node was slow to die; or of a later one, and it is this node that was slow.
-            (Some(_), Some(_)) => return Err(occupied()),
+            (Some(_), Some(_)) => return Err(self.occupied()),
             (Some(unnamed), None) => match fs::hard_link(&copy, &image) {
                 // A network file system says so too when the first answer got lost.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                     if inode(&image).map_err(failed("look at"))? != Some(unnamed) {
-                        return Err(occupied());
+                        return Err(self.occupied());
                     }
                 }
                 linked => linked.map_err(failed("name"))?,

@@ -1,3 +1,5 @@
+mod aside;
+
 use std::os::unix::fs::FileExt as _;
 
 use kibo_crds::{Incarnation, InstanceId, NodeId};
@@ -141,10 +143,10 @@ fn a_move_that_is_given_up_leaves_the_object_where_it_is() {
     old.take(&object("old", 3, PredecessorEnd::Released), &instance("b")).unwrap();
 }
 
-/// Killed between any two steps: the same order ends it.
 /// How far a killed one has come.
 type Step<'a> = (&'a str, Box<dyn Fn(&Setup) + 'a>);
 
+/// Killed between any two steps: the same order ends it.
 #[test]
 fn a_move_that_was_killed_anywhere_is_taken_up() {
     let node: NodeId = "a".parse().unwrap();
@@ -202,6 +204,16 @@ fn a_move_that_was_killed_anywhere_is_taken_up() {
             }),
         ),
         (
+            "with both names and a journal that is damaged",
+            Box::new(|setup| {
+                both(setup);
+                copied(setup, "image.raw.moving.2");
+                let dir = setup.object_dir("new");
+                fs::hard_link(dir.join("image.raw.moving.2"), dir.join("image.raw")).unwrap();
+                fs::write(dir.join("image.raw.moving.2.json"), "{").unwrap();
+            }),
+        ),
+        (
             "done, and nobody heard of it",
             Box::new(|setup| {
                 both(setup);
@@ -226,6 +238,62 @@ fn a_move_that_was_killed_anywhere_is_taken_up() {
         setup.run("a", 2, PredecessorEnd::Released).unwrap_or_else(|error| panic!("{what}, again: {error}"));
         setup.assert_copied(what);
     }
+}
+
+/// The move of epoch 2 is taken in both pools, and the new one has an image which that move has not named.
+fn interrupted_beside_an_image(setup: &Setup) {
+    let (a, granted, taker, progress) =
+        (setup.on("a"), object("old", 2, PredecessorEnd::Released), mover("a"), Progress::default());
+    let (from, to) = (a.get(&id("old")).unwrap(), a.get(&id("new")).unwrap());
+    let moving = Moving { from, to, granted: &granted, taker: &taker, progress: &progress };
+    let (_, size) = moving.take_source().unwrap();
+    moving.take_target(size).unwrap();
+    fs::write(setup.image("new"), "of another one").unwrap();
+}
+
+#[test]
+fn a_move_never_goes_on_from_a_journal_whose_copy_is_gone() {
+    let setup = Setup::new();
+    interrupted_beside_an_image(&setup);
+    // Somebody who was slow to die has named its copy, and this one was killed when it had a part of its own.
+    let dir = setup.object_dir("new");
+    fs::copy(setup.image("old"), dir.join("image.raw.moving.2")).unwrap();
+    let mut journal = Journal::new(id("old"), Epoch(2), 64 << 20);
+    journal.done = 18 << 20;
+    journal.write(&dir).unwrap();
+    let before = setup.files("new");
+    assert!(matches!(setup.run("a", 2, PredecessorEnd::Released), Err(MoveError::Occupied { .. })));
+    assert_eq!(setup.files("new"), before, "nothing is touched");
+    // The move has failed, what is there goes, and it is asked for again.
+    let a = setup.on("a");
+    a.get(&id("new")).unwrap().discard_copy(&uid(), Epoch(2)).unwrap();
+    let granted = object("old", 2, PredecessorEnd::Released);
+    a.get(&id("old")).unwrap().confirm_not_taken(&granted, |_| false).unwrap();
+    setup.run("a", 3, PredecessorEnd::Released).unwrap();
+    setup.assert_copied("again");
+
+    // The copy goes between the look at the journal and the copying.
+    let setup = Setup::new();
+    let (a, granted, taker, progress) =
+        (setup.on("a"), object("old", 2, PredecessorEnd::Released), mover("a"), Progress::default());
+    let (from, to) = (a.get(&id("old")).unwrap(), a.get(&id("new")).unwrap());
+    let moving = Moving { from, to, granted: &granted, taker: &taker, progress: &progress };
+    let (source, size) = moving.take_source().unwrap();
+    moving.take_target(size).unwrap();
+    assert!(matches!(moving.copy(&source, &mut journal), Err(MoveError::Image(ImageError::Io { .. }))));
+    assert!(!setup.files("new").contains(&"image.raw.moving.2".to_owned()));
+}
+
+#[test]
+fn an_order_that_comes_after_the_commit_does_not_touch_what_is_the_object_now() {
+    let setup = Setup::new();
+    setup.run("a", 2, PredecessorEnd::Released).unwrap();
+    let inode = fs::metadata(setup.image("new")).unwrap().ino();
+    // Killed on the way to the record of the release: the journal is gone already.
+    journal::clear(&setup.object_dir("new"), |of| of <= Epoch(2)).unwrap();
+    assert!(matches!(setup.run("a", 2, PredecessorEnd::Released), Err(MoveError::Occupied { .. })));
+    assert_eq!(fs::metadata(setup.image("new")).unwrap().ino(), inode);
+    assert_eq!(setup.files("new"), ["holder.2", "image.raw"]);
 }
 
 #[test]
@@ -253,25 +321,6 @@ fn moved_by_another(setup: &Setup) {
 }
 
 #[test]
-fn a_remover_that_was_slow_to_die_removes_nothing_that_is_the_object() {
-    let setup = Setup::new();
-    moved_by_another(&setup);
-    let inode = fs::metadata(setup.image("new")).unwrap().ino();
-    let a = setup.on("a");
-    let new = a.get(&id("new")).unwrap();
-    // It has judged its own copy, which was one, and goes on only now.
-    let error = new.put_aside(&uid(), Epoch(2)).unwrap_err();
-    assert!(matches!(error, PoolError::NotACopy { problem: NotACopy::Newer(Epoch(3)), .. }), "{error}");
-    assert_eq!(fs::metadata(setup.image("new")).unwrap().ino(), inode);
-    assert_eq!(setup.files("new"), ["holder.3", "holder.3.released", "image.raw"]);
-    let names: Vec<_> = fs::read_dir(setup.dir.path().join("new").join(marker::OBJECTS)).unwrap().collect();
-    assert_eq!(names.len(), 1, "{names:?}");
-    let c = setup.on("c");
-    c.get(&id("new")).unwrap().take(&object("new", 4, PredecessorEnd::Released), &instance("c")).unwrap();
-    assert_eq!(setup.files("new"), ["holder.4", "image.raw"]);
-}
-
-#[test]
 fn a_mover_that_was_slow_to_die_gives_its_copy_no_name_that_is_taken() {
     let setup = Setup::new();
     moved_by_another(&setup);
@@ -290,27 +339,6 @@ fn a_mover_that_was_slow_to_die_gives_its_copy_no_name_that_is_taken() {
     journal::clear(&setup.object_dir("new"), |of| of < Epoch(2)).unwrap();
     assert!(setup.files("new").contains(&"image.raw.moving.3".to_owned()));
     assert_eq!(fs::metadata(setup.image("new")).unwrap().ino(), inode);
-}
-
-#[test]
-fn what_a_killed_daemon_has_put_aside_is_judged_by_its_records_too() {
-    let setup = Setup::new();
-    moved_by_another(&setup);
-    let (a, objects) = (setup.on("a"), setup.dir.path().join("new").join(marker::OBJECTS));
-    let new = a.get(&id("new")).unwrap();
-    let aside = |epoch: u64| objects.join(format!(".discard.{UID}.{epoch}.01ARZ3NDEKTSV4RRFFQ69G5FAV"));
-    fs::rename(setup.object_dir("new"), aside(2)).unwrap();
-    let error = new.discard_copy(&uid(), Epoch(2)).unwrap_err();
-    assert!(matches!(error, PoolError::NotACopy { .. }), "{error}");
-    let c = setup.on("c");
-    c.get(&id("new")).unwrap().take(&object("new", 4, PredecessorEnd::Released), &instance("c")).unwrap();
-
-    let setup = Setup::new();
-    setup.run("a", 2, PredecessorEnd::Released).unwrap();
-    let (a, objects) = (setup.on("a"), setup.dir.path().join("new").join(marker::OBJECTS));
-    fs::rename(setup.object_dir("new"), objects.join(format!(".discard.{UID}.2.01ARZ3NDEKTSV4RRFFQ69G5FAV"))).unwrap();
-    a.get(&id("new")).unwrap().discard_copy(&uid(), Epoch(2)).unwrap();
-    assert_eq!(fs::read_dir(&objects).unwrap().count(), 0, "the copy is gone");
 }
 
 #[test]
@@ -347,27 +375,4 @@ fn an_image_that_no_move_has_made_is_left_alone() {
     let a = setup.on("a");
     let error = a.get(&id("new")).unwrap().discard_copy(&uid(), Epoch(9)).unwrap_err();
     assert!(matches!(error, PoolError::NotACopy { problem: NotACopy::NoRecord, .. }), "{error}");
-}
-
-/// What a killed one has done.
-type Kill = fn(&Setup);
-
-#[test]
-fn a_removal_that_was_killed_anywhere_is_taken_up() {
-    let steps: [(&str, Kill); 3] = [
-        ("the image is gone", |setup| fs::remove_file(setup.image("new")).unwrap()),
-        ("the records are gone too", |setup| {
-            fs::remove_file(setup.image("new")).unwrap();
-            fs::remove_file(setup.object_dir("new").join("holder.2")).unwrap();
-        }),
-        ("everything is gone", |setup| fs::remove_dir_all(setup.object_dir("new")).unwrap()),
-    ];
-    for (what, step) in steps {
-        let setup = Setup::new();
-        setup.run("a", 2, PredecessorEnd::Released).unwrap();
-        step(&setup);
-        let a = setup.on("a");
-        a.get(&id("new")).unwrap().discard_copy(&uid(), Epoch(2)).unwrap_or_else(|error| panic!("{what}: {error}"));
-        assert!(!setup.object_dir("new").exists(), "{what}");
-    }
 }

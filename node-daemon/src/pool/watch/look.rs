@@ -1,6 +1,6 @@
 //! One look at a pool.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, io};
 
 use kibo_crds::{NodeId, ObjectUid, PoolId};
 
@@ -8,7 +8,7 @@ use super::{
     Place,
     decide::{Dead, FenceSeen, Holding},
 };
-use crate::pool::{fence, marker, record_files, records::Records};
+use crate::pool::{fence, marker, moving, record_files, records::Records};
 
 /// Reads one pool.
 pub struct Looker {
@@ -21,12 +21,22 @@ impl Looker {
         &self.place.id
     }
 
-    /// The records of each of a holding's objects.
+    /// The records of each of a holding's objects. One that has none any more may have been put aside, and is put back.
     pub fn records(&self, holding: &Holding) -> BTreeMap<ObjectUid, Result<Records, String>> {
-        let records = holding.objects.iter().map(|(uid, _)| {
-            let dir = self.place.path.join(marker::OBJECTS).join(uid.as_str());
-            (uid.clone(), record_files::list(&dir).map_err(|error| error.to_string()))
-        });
+        let objects = self.place.path.join(marker::OBJECTS);
+        let read = |uid: &ObjectUid| {
+            let dir = objects.join(uid.as_str());
+            let records = record_files::list(&dir)?;
+            if !records.0.is_empty() {
+                return Ok(records);
+            }
+            moving::put_back_objects(&objects, uid)?;
+            record_files::list(&dir)
+        };
+        let records = holding
+            .objects
+            .iter()
+            .map(|(uid, _)| (uid.clone(), read(uid).map_err(|error: io::Error| error.to_string())));
         records.collect()
     }
 

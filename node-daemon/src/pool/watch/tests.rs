@@ -90,6 +90,22 @@ impl Setup {
         self.told.recv_timeout(SOON).expect("nothing is done to the guest")
     }
 
+    /// Makes a directory with the record of what is held.
+    fn take_in(&self, dir: &Path) {
+        let made = dir.with_file_name("made");
+        fs::create_dir(&made).unwrap();
+        let taker = self.watch.lock().values().next().unwrap().taker.clone();
+        let grant = crate::launch::Grant {
+            epoch: kibo_crds::Epoch(1),
+            predecessor: kibo_crds::Epoch(0),
+            predecessor_end: crate::launch::PredecessorEnd::None,
+        };
+        let record = crate::pool::records::Record { taker: Some(taker), grant };
+        crate::pool::record_files::write(&made, &"a".parse().unwrap(), crate::pool::record_files::Kind::Taken, &record)
+            .unwrap();
+        fs::rename(made, dir).unwrap();
+    }
+
     fn isolate(&self, incarnation: u64) {
         fence::mark(self.path(), &"a".parse().unwrap(), Incarnation(incarnation), &"b".parse().unwrap()).unwrap();
     }
@@ -122,19 +138,7 @@ fn a_pool_without_its_marker_freezes_and_its_return_is_a_proof_only_with_the_rec
     assert!(setup.hears().contains("another pool"));
     durable::replace(&marker, &content).unwrap();
     assert!(setup.hears().contains("the record of epoch 1 is gone"));
-    let dir = setup.path().join("objects").join(UID);
-    fs::create_dir(&dir).unwrap();
-    let users = setup.watch.lock();
-    let taker = users.values().next().unwrap().taker.clone();
-    drop(users);
-    let grant = crate::launch::Grant {
-        epoch: kibo_crds::Epoch(1),
-        predecessor: kibo_crds::Epoch(0),
-        predecessor_end: crate::launch::PredecessorEnd::None,
-    };
-    let record = crate::pool::records::Record { taker: Some(taker), grant };
-    crate::pool::record_files::write(&dir, &"a".parse().unwrap(), crate::pool::record_files::Kind::Taken, &record)
-        .unwrap();
+    setup.take_in(&setup.path().join("objects").join(UID));
     assert_eq!(setup.hears(), "thaw");
     // Frozen again, and what it held was given away meanwhile.
     let marker = setup.path().join("kibotos-pool.json");
@@ -145,6 +149,16 @@ fn a_pool_without_its_marker_freezes_and_its_return_is_a_proof_only_with_the_rec
     durable::replace(&marker, &content).unwrap();
     let told = setup.hears();
     assert!(told.starts_with("kill") && told.ends_with("it stood still"), "{told}");
+}
+
+#[test]
+fn whose_disk_was_put_aside_by_mistake_goes_on() {
+    let setup = Setup::new(Duration::from_secs(1));
+    setup.registration.runs();
+    assert!(setup.hears().contains("the record of epoch 1 is gone"));
+    setup.take_in(&setup.path().join("objects").join(format!(".discard.{UID}.1.01ARZ3NDEKTSV4RRFFQ69G5FAV")));
+    assert_eq!(setup.hears(), "thaw");
+    assert!(setup.path().join("objects").join(UID).join("holder.1").exists());
 }
 
 #[test]
