@@ -134,6 +134,74 @@ fn standard_input_waits_for_credit() {
     assert_eq!(host.write_stdin(stream, &data[taken..]), 0);
 }
 
+/// As many streams as have more than [`COMMON`] to say.
+fn streams(host: &mut HostConnection) -> Vec<StreamId> {
+    (0..20).map(|_| host.exec(process(), true).expect("short")).collect()
+}
+
+#[test]
+fn the_input_of_all_streams_is_bounded_and_none_is_left_without() {
+    let (mut host, mut guest) = connected_with(crate::PROTOCOL);
+    let (streams, data) = (streams(&mut host), vec![7; Width::WIDE.bytes()]);
+    let taken: Vec<_> = streams
+        .iter()
+        .map(|stream| {
+            let taken = host.write_stdin(*stream, &data);
+            host.written(host.outgoing().len());
+            taken
+        })
+        .collect();
+    assert_eq!(taken.iter().sum::<usize>(), streams.len() * Width::NARROW.bytes() + COMMON);
+    assert!(taken.iter().all(|taken| *taken >= Width::NARROW.bytes()), "{taken:?}");
+    assert_eq!(host.input_to_go_on().count(), 0);
+
+    // What one has read is there for others, and so is what one left.
+    let (first, second, last) = (streams[0], streams[1], streams[19]);
+    let read = u32::try_from(Width::WIDE.bytes()).unwrap();
+    guest.send(v1::StdinCredit { stream_id: first.get(), bytes: read }).expect("short");
+    to_host(&mut guest, &mut host);
+    assert!(host.input_to_go_on().any(|stream| stream == last));
+    assert_eq!(host.write_stdin(last, &data), Width::WIDE.bytes() - Width::NARROW.bytes());
+    host.written(host.outgoing().len());
+    assert_eq!(host.input_to_go_on().count(), 0);
+    guest.send(v1::ExecExited { stream_id: second.get(), status: Some(ProcessEnd::Code(0).into()) }).expect("short");
+    to_host(&mut guest, &mut host);
+    assert!(host.input_to_go_on().count() > 0);
+}
+
+#[test]
+fn input_waits_while_the_port_takes_nothing() {
+    let (mut host, _) = connected_with(crate::PROTOCOL);
+    let (streams, data) = (streams(&mut host), vec![7; Width::WIDE.bytes()]);
+    for stream in &streams {
+        host.write_stdin(*stream, &data);
+    }
+    assert!(host.outgoing().len() < INPUT_UNSENT + 2 * Width::WIDE.bytes(), "{}", host.outgoing().len());
+    assert_eq!(host.input_to_go_on().count(), 0);
+    host.written(host.outgoing().len());
+    assert!(host.input_to_go_on().any(|stream| stream == streams[19]));
+}
+
+#[test]
+fn single_bytes_of_input_cost_no_more_than_others() {
+    let (mut host, _) = connected_with(crate::PROTOCOL);
+    let stream = host.exec(process(), true).expect("short");
+    let taken = std::iter::repeat_with(|| host.write_stdin(stream, &[7])).take_while(|taken| *taken == 1).count();
+    assert!(taken < Width::WIDE.bytes());
+    assert!(host.outgoing().len() < INPUT_UNSENT + MAX_CHUNK, "{}", host.outgoing().len());
+}
+
+#[test]
+fn an_output_is_closed_once() {
+    let (mut host, mut guest) = connected();
+    let stream = host.exec(process(), false).expect("short");
+    for output in [Output::Stdout, Output::Stdout, Output::Unspecified, Output::Stdout] {
+        guest.send(v1::OutputClosed { stream_id: stream.get(), output: output.into() }).expect("short");
+    }
+    to_host(&mut guest, &mut host);
+    assert_eq!(host_events(&mut host), [HostEvent::OutputClosed { stream, output: Output::Stdout }]);
+}
+
 #[test]
 fn an_abandoned_stream_of_an_old_guest_is_killed_and_reports_only_its_end() {
     let (mut host, mut guest) = connected();

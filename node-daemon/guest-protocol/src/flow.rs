@@ -1,5 +1,26 @@
 //! Credit windows. Each stream and direction starts with a [`Width`]; the reader grants again what it passed on, so a
 //! reader that stops makes its writer stop, and neither the other streams nor the buffers between notice.
+//!
+//! A window counts bytes, and what waits costs memory: see [`join`] for the pieces, [`COMMON`] for the streams.
+
+use crate::MAX_CHUNK;
+
+/// What the input of all streams of a guest may be ahead of their readers, beyond [`Width::NARROW`] for each: a guest
+/// is small, and streams are many.
+pub const COMMON: usize = 8 << 20;
+
+// A reader grants a quarter of its window at once: who had less of it for sure would wait for ever.
+const _: () = assert!(Width::NARROW.bytes() >= Width::WIDE.bytes() / 4);
+
+/// Appends `next` to the piece before it, where both wait and are small; `false`: it stays a piece of its own. Whoever
+/// sends single bytes would else make a reader keep many times as much as the window says.
+pub fn join(last: &mut Vec<u8>, next: &[u8]) -> bool {
+    let fits = last.len() + next.len() <= MAX_CHUNK;
+    if fits {
+        last.extend_from_slice(next);
+    }
+    fits
+}
 
 /// The bytes that may be sent before the first credit comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +53,22 @@ impl SendWindow {
     /// How many bytes may be sent now.
     pub const fn available(&self) -> usize {
         self.open as usize
+    }
+
+    /// How many bytes were sent and not granted again.
+    pub const fn ahead(&self) -> usize {
+        (self.width.0 - self.open) as usize
+    }
+
+    /// What of [`Self::ahead`] is taken from [`COMMON`].
+    pub const fn of_common(&self) -> usize {
+        self.ahead().saturating_sub(Width::NARROW.bytes())
+    }
+
+    /// How many bytes may be sent now, with so much left of [`COMMON`].
+    pub fn available_with(&self, common: usize) -> usize {
+        let own = Width::NARROW.bytes().saturating_sub(self.ahead());
+        self.available().min(own + common)
     }
 
     /// Counts `len` bytes as sent; never more than [`Self::available`].
@@ -93,6 +130,37 @@ impl ReceiveWindow {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pieces_that_wait_are_few_whatever_they_were() {
+        for len in [1, 100, 9_999, MAX_CHUNK / 2 + 1] {
+            let mut waiting: Vec<Vec<u8>> = Vec::new();
+            let sent: Vec<u8> = (0..=255).cycle().take(Width::WIDE.bytes()).collect();
+            for piece in sent.chunks(len) {
+                if !waiting.last_mut().is_some_and(|last| join(last, piece)) {
+                    waiting.push(piece.to_vec());
+                }
+            }
+            assert!(waiting.len() <= 2 * sent.len() / MAX_CHUNK, "{} pieces", waiting.len());
+            assert_eq!(waiting.concat(), sent);
+        }
+    }
+
+    #[test]
+    fn each_window_is_open_for_a_credit_when_nothing_is_left_of_what_is_common() {
+        for width in WIDTHS {
+            let mut send = SendWindow::new(width);
+            assert_eq!(send.available_with(COMMON), width.bytes());
+            assert_eq!(send.available_with(0), Width::NARROW.bytes());
+            send.sent(Width::NARROW.bytes());
+            assert_eq!((send.available_with(0), send.of_common()), (0, 0));
+            let mut receive = ReceiveWindow::new(width);
+            receive.received(Width::NARROW.bytes()).expect("within the window");
+            let credit = receive.consumed(Width::NARROW.bytes()).expect("worth a message");
+            send.grant(credit);
+            assert_eq!(send.available_with(0), Width::NARROW.bytes());
+        }
+    }
 
     const WIDTHS: [Width; 2] = [Width::NARROW, Width::WIDE];
 

@@ -8,6 +8,7 @@ use prost::encoding::{WireType, decode_key, decode_varint, encode_key, encode_va
 use crate::flow::Width;
 use crate::frame::{DELIMITER, Decoder, Direction, Frame, Nonce, Take, TooLong};
 use crate::run::Run;
+use crate::spare::Spare;
 use crate::v1::{self, guest_message, host_message};
 use crate::wire::{PREFIX, Wire};
 use crate::{MAX_CHUNK, MAX_RUN};
@@ -36,11 +37,8 @@ struct Said {
     events: VecDeque<GuestEvent>,
     /// Input that was announced and is not all there yet.
     run: Option<Run<v1::StdinRun>>,
-    spare: Vec<Vec<u8>>,
+    spare: Spare,
 }
-
-/// Pieces whose memory is kept: as many runs as a window has.
-const SPARE: usize = Width::WIDE.bytes() / MAX_RUN;
 
 impl Default for GuestConnection {
     fn default() -> Self {
@@ -83,12 +81,9 @@ impl GuestConnection {
         // a delimiter of its own, see `receive`.
     }
 
-    /// Takes back the memory of input that was passed on: to ask for memory for each piece costs an emulated guest more
-    /// than to copy it.
+    /// Takes back the memory of input that was passed on.
     pub fn recycle(&mut self, data: Vec<u8>) {
-        if self.said.spare.len() < SPARE {
-            self.said.spare.push(data);
-        }
+        self.said.spare.put(data);
     }
 
     pub const fn is_connected(&self) -> bool {
@@ -167,8 +162,7 @@ impl Said {
 
     /// A run begins; its length.
     fn announced(&mut self, head: v1::StdinRun) -> usize {
-        let memory = self.spare.pop().unwrap_or_default();
-        self.run = Run::begin(head, head.bytes, head.sum, memory);
+        self.run = Run::begin(head, head.bytes, head.sum, |len| self.spare.take(len));
         self.run.as_ref().map_or(0, Run::len)
     }
 
@@ -233,9 +227,9 @@ impl Take for Listener<'_> {
     }
 }
 
-fn decode(payload: &[u8], spare: &mut Vec<Vec<u8>>) -> Option<host_message::Kind> {
+fn decode(payload: &[u8], spare: &mut Spare) -> Option<host_message::Kind> {
     if let Some((stream_id, bytes)) = stdin_data(payload) {
-        let mut data = spare.pop().unwrap_or_default();
+        let mut data = spare.take(bytes.len());
         data.clear();
         data.extend_from_slice(bytes);
         return Some(v1::StdinData { stream_id, data }.into());
@@ -284,11 +278,13 @@ mod tests {
             let message = v1::HostMessage { kind: Some(v1::StdinData { stream_id, data: data.clone() }.into()) };
             let payload = message.encode_to_vec();
             assert_eq!(stdin_data(&payload), Some((stream_id, data.as_slice())));
-            assert_eq!(decode(&payload, &mut vec![vec![9; 3].split_off(3)]), message.kind);
+            let mut spare = Spare::default();
+            spare.put(vec![9; len]);
+            assert_eq!(decode(&payload, &mut spare), message.kind);
             for cut in [1, len] {
                 let cut = &payload[..payload.len() - cut];
                 assert_eq!(stdin_data(cut), None);
-                assert_eq!(decode(cut, &mut Vec::new()), None);
+                assert_eq!(decode(cut, &mut Spare::default()), None);
             }
         }
         let others: [host_message::Kind; 3] =
@@ -296,7 +292,7 @@ mod tests {
         for kind in others {
             let payload = v1::HostMessage { kind: Some(kind.clone()) }.encode_to_vec();
             assert_eq!(stdin_data(&payload), None);
-            assert_eq!(decode(&payload, &mut Vec::new()), Some(kind));
+            assert_eq!(decode(&payload, &mut Spare::default()), Some(kind));
         }
     }
 

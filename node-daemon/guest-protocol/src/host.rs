@@ -7,12 +7,17 @@ use std::collections::{HashMap, VecDeque};
 
 use prost::Message;
 
-use crate::flow::{Overrun, ReceiveWindow, SendWindow, Width};
+use crate::flow::{COMMON, Overrun};
 use crate::frame::{DELIMITER, Decoder, Direction, Frame, Nonce, Take, TooLong};
 use crate::run::Run;
+use crate::stream::Stream;
 use crate::v1::{self, Output, archive, guest_message, host_message};
 use crate::wire::Wire;
 use crate::{MAX_CHUNK, MAX_RUN, PROTOCOL, ProcessEnd};
+
+/// No more input is taken while so much waits for the port: windows count its bytes alone, and single bytes cost many
+/// times as much on their way.
+pub const INPUT_UNSENT: usize = 4 << 20;
 
 /// Names a stream within its connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -90,30 +95,6 @@ pub struct HostConnection {
     events: VecDeque<HostEvent>,
     streams: HashMap<StreamId, Stream>,
     next_stream: u32,
-}
-
-#[derive(Debug)]
-struct Stream {
-    stdin: SendWindow,
-    stdin_open: bool,
-    stdout: ReceiveWindow,
-    stderr: ReceiveWindow,
-    abandoned: bool,
-}
-
-impl Stream {
-    const fn new(width: Width, stdin_open: bool) -> Self {
-        let (stdout, stderr) = (ReceiveWindow::new(width), ReceiveWindow::new(width));
-        Self { stdin: SendWindow::new(width), stdin_open, stdout, stderr, abandoned: false }
-    }
-
-    fn window(&mut self, output: Output) -> Option<&mut ReceiveWindow> {
-        match output {
-            Output::Stdout => Some(&mut self.stdout),
-            Output::Stderr => Some(&mut self.stderr),
-            Output::Unspecified => None,
-        }
-    }
 }
 
 impl HostConnection {
@@ -237,13 +218,25 @@ impl HostConnection {
         }
     }
 
-    /// How many bytes [`Self::write_stdin`] takes now.
+    /// How many bytes [`Self::write_stdin`] takes now: what the stream's window allows, and what others left.
     pub fn stdin_room(&self, stream: StreamId) -> usize {
-        self.streams.get(&stream).filter(|state| state.stdin_open).map_or(0, |state| state.stdin.available())
+        let Some(state) = self.streams.get(&stream).filter(|state| state.stdin_open) else { return 0 };
+        if self.outgoing().len() >= INPUT_UNSENT {
+            return 0;
+        }
+        let taken: usize = self.streams.values().map(|state| state.stdin.of_common()).sum();
+        state.stdin.available_with(COMMON.saturating_sub(taken))
     }
 
-    /// Queues standard input, as much as the window allows, and says how much. What is left can be given again after
-    /// [`HostEvent::StdinWritable`].
+    /// The streams whose input had to wait for others or for the port, and need not any more. To be looked at after
+    /// [`Self::written`] and [`Self::receive`].
+    pub fn input_to_go_on(&self) -> impl Iterator<Item = StreamId> {
+        let waiting = self.streams.iter().filter(|(_, state)| state.waits && !state.abandoned);
+        waiting.map(|(stream, _)| *stream).filter(|stream| self.stdin_room(*stream) > 0)
+    }
+
+    /// Queues standard input, as much as there is room for, and says how much. What is left can be given again after
+    /// [`HostEvent::StdinWritable`], or when it is among [`Self::input_to_go_on`].
     pub fn write_stdin(&mut self, stream: StreamId, data: &[u8]) -> usize {
         let len = data.len().min(self.stdin_room(stream));
         if self.wire.takes_runs() {
@@ -257,6 +250,7 @@ impl HostConnection {
         }
         if let Some(state) = self.streams.get_mut(&stream) {
             state.stdin.sent(len);
+            state.waits = len < data.len();
         }
         len
     }
@@ -384,10 +378,10 @@ impl HostConnection {
         Ok(Some(HostEvent::Output { stream, output, data: message.data }))
     }
 
-    fn closed(&self, message: v1::OutputClosed) -> Option<HostEvent> {
+    fn closed(&mut self, message: v1::OutputClosed) -> Option<HostEvent> {
         let (stream, output) = (StreamId(message.stream_id), message.output());
-        let wanted = self.streams.get(&stream).is_some_and(|state| !state.abandoned);
-        wanted.then_some(HostEvent::OutputClosed { stream, output })
+        let state = self.streams.get_mut(&stream)?;
+        (state.close(output) && !state.abandoned).then_some(HostEvent::OutputClosed { stream, output })
     }
 
     fn credit(&mut self, credit: v1::StdinCredit) -> Option<HostEvent> {
@@ -417,7 +411,7 @@ impl HostConnection {
         match v1::GuestMessage::decode(frame.payload).map_err(Violation::Unreadable)?.kind {
             Some(guest_message::Kind::OutputRun(head)) if self.connected && self.wire.takes_runs() => {
                 let refused = Violation::Run { stream: head.stream_id, len: head.bytes };
-                let run = Run::begin(head, head.bytes, head.sum, Vec::new()).ok_or(refused)?;
+                let run = Run::begin(head, head.bytes, head.sum, Vec::with_capacity).ok_or(refused)?;
                 Ok(self.run.insert(run).len())
             }
             Some(kind) => self.take(kind).map(|()| 0),

@@ -19,6 +19,8 @@ pub mod guest;
 pub mod host;
 mod outgoing;
 mod run;
+mod spare;
+mod stream;
 mod sum;
 mod wire;
 
@@ -40,6 +42,9 @@ pub const MAX_CHUNK: usize = 32 * 1024;
 
 /// The most bytes of a stream that one run carries: what a pipe holds, and what a credit of a wide window grants.
 pub const MAX_RUN: usize = 256 * 1024;
+
+/// The streams that one guest has at once. Both ends keep it: the daemon believes no guest that it does.
+pub const MAX_STREAMS: usize = 256;
 
 /// What these ends understand, see `Hello` and `HelloReply`.
 pub const PROTOCOL: u32 = 3;

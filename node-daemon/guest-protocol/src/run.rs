@@ -13,11 +13,13 @@ pub(crate) struct Run<H> {
 }
 
 impl<H> Run<H> {
-    /// `None`: a run cannot be so long. `memory` is used again as it is, since to clear it costs as much as to copy it.
-    pub fn begin(head: H, len: u32, sum: u64, mut memory: Vec<u8>) -> Option<Self> {
+    /// `None`: a run cannot be so long. `memory` gives what it is put into, which is used as it is, since to clear it
+    /// costs as much as to copy it.
+    pub fn begin(head: H, len: u32, sum: u64, memory: impl FnOnce(usize) -> Vec<u8>) -> Option<Self> {
         let len = usize::try_from(len).ok().filter(|len| (1..=MAX_RUN).contains(len))?;
-        memory.resize(len, 0);
-        Some(Self { head, data: memory, filled: 0, sum })
+        let mut data = memory(len);
+        data.resize(len, 0);
+        Some(Self { head, data, filled: 0, sum })
     }
 
     pub const fn len(&self) -> usize {

@@ -271,6 +271,48 @@ fn a_guest_that_is_not_known_to_have_runs_announces_none() {
     assert_eq!(ends.host.next_event(), Some(HostEvent::Pong(v1::Pong { id: 3, time_unix_nanos: 0 })));
 }
 
+#[test]
+fn the_contract_has_the_longest_run_right() {
+    let contract = include_str!("../proto/kibotos/guest/v1/guest.proto");
+    let said = format!("At most {} KiB.\nmessage StdinRun", MAX_RUN / 1024);
+    assert!(contract.contains(&said), "no {said:?}");
+}
+
+#[test]
+fn a_short_run_does_not_wait_in_the_memory_of_a_long_one() {
+    let mut ends = Ends::new(PROTOCOL);
+    ends.guest.recycle(Vec::with_capacity(MAX_RUN));
+    ends.host.write_stdin(ends.stream, &[7]);
+    let said = ends.host_writes();
+    let [GuestEvent::Message(message)] = said.as_slice() else { panic!("{said:?}") };
+    let host_message::Kind::StdinData(data) = message.as_ref() else { panic!("{message:?}") };
+    assert!(data.data.capacity() <= 64, "{}", data.data.capacity());
+}
+
+/// A daemon that was rolled back sends no zeros. Where the guest did not see the port close, its hellos are the rest of
+/// the run.
+#[test]
+fn an_older_daemon_after_half_a_run_is_heard_when_its_hellos_have_filled_it() {
+    let mut ends = Ends::new(PROTOCOL);
+    ends.host.write_stdin(ends.stream, &[7; 1000]);
+    let wire = ends.host.outgoing();
+    ends.guest.receive(&wire[..wire.len() - 500]);
+    let mut host = HostConnection::open(NEW, 0);
+    host.written(MAX_RUN);
+    let mut hellos = 1;
+    loop {
+        ends.guest.receive(host.outgoing());
+        host.written(host.outgoing().len());
+        if said(&mut ends.guest).iter().any(|event| matches!(event, GuestEvent::Connected(_))) {
+            break;
+        }
+        host.say_hello();
+        hellos += 1;
+        assert!(hellos < 100, "it is never heard");
+    }
+    assert!(hellos > 1, "the first was the rest of the run");
+}
+
 proptest! {
     #[test]
     fn runs_arrive_whatever_the_pieces_they_come_in(

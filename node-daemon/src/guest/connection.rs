@@ -7,7 +7,11 @@ use std::{
 };
 
 use bytes::Bytes;
-use kibo_guest_protocol::{ENTROPY_LEN, HostConnection, HostEvent, Nonce, StreamId, host::Violation, v1};
+use kibo_guest_protocol::{
+    ENTROPY_LEN, HostConnection, HostEvent, MAX_STREAMS, Nonce, StreamId,
+    host::{INPUT_UNSENT, Violation},
+    v1,
+};
 use rand::TryRngCore as _;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
@@ -18,7 +22,8 @@ use tokio::{
 
 use super::{
     Command, ExecId, GuestEvent, LogSink, Open,
-    streams::{ExecEvent, Opened, too_old, unavailable},
+    pieces::{self, Speaker},
+    streams::{ExecEvent, Opened, too_many, too_old, unavailable},
 };
 use crate::{clock, vmm::SocketDir};
 
@@ -31,9 +36,10 @@ const RECONNECT: Duration = Duration::from_millis(200);
 /// A guest that breaks the protocol on purpose must not keep the daemon busy.
 const RECONNECT_AFTER_VIOLATION: Duration = Duration::from_secs(2);
 const READ_BUFFER: usize = 64 * 1024;
-/// A guest that takes nothing of what it is sent is not listened to either: each of its words may be answered. All
-/// that is sent by windows has room below it many times.
+/// A guest that takes nothing of what it is sent is not listened to either: each of its words may be answered. What is
+/// sent unasked, the input of streams, stays far below it: to be slow to take it makes no guest unheard.
 const UNREAD_LIMIT: usize = 16 << 20;
+const _: () = assert!(UNREAD_LIMIT >= 4 * INPUT_UNSENT);
 
 /// Connects and talks, again and again, until nobody holds the handle any more.
 pub(super) async fn converse(
@@ -145,10 +151,12 @@ impl<L: LogSink> Conversation<L> {
                     }
                     link.connection.receive(&buffer[..len])?;
                     self.take_events(&mut link).await;
+                    link.go_on_with_input();
                 }
                 len = write.write(outgoing), if !outgoing.is_empty() => {
                     let len = len?;
                     link.connection.written(len);
+                    link.go_on_with_input();
                 }
                 command = self.commands.recv() => match command {
                     Some(command) => self.obey(&mut link, command)?,
@@ -265,16 +273,9 @@ struct Link {
 
 struct Exec {
     id: ExecId,
-    events: mpsc::UnboundedSender<ExecEvent>,
+    events: Speaker,
     /// Input that the window does not take yet; the next piece comes only after this one.
     waiting: Option<(Bytes, oneshot::Sender<()>)>,
-}
-
-impl Drop for Exec {
-    fn drop(&mut self) {
-        // After an end nobody listens any more; otherwise the connection broke.
-        let _ = self.events.send(ExecEvent::Lost);
-    }
 }
 
 impl Link {
@@ -298,6 +299,11 @@ impl Link {
             let _ = opened.send(Err(too_old()));
             return;
         }
+        // Counted here too, since a guest may say that it has room for any number.
+        if self.execs.len() >= MAX_STREAMS {
+            let _ = opened.send(Err(too_many()));
+            return;
+        }
         let started = match what {
             Open::Exec(exec) => self.connection.start(exec),
             Open::Connect { port } => self.connection.connect(port),
@@ -311,7 +317,7 @@ impl Link {
                 return;
             }
         };
-        let (events, incoming) = mpsc::unbounded_channel();
+        let (events, incoming) = pieces::channel();
         self.execs.insert(stream, Exec { id, events, waiting: None });
         if opened.send(Ok(Opened { id, events: incoming })).is_err() {
             self.connection.abandon(stream);
@@ -340,6 +346,14 @@ impl Link {
         }
     }
 
+    /// What had to wait for other streams, or for the port.
+    fn go_on_with_input(&mut self) {
+        let streams: Vec<_> = self.connection.input_to_go_on().collect();
+        for stream in streams {
+            self.push_stdin(stream);
+        }
+    }
+
     fn close_stdin(&mut self, id: ExecId) {
         if let Some((stream, _)) = self.find(id) {
             self.connection.close_stdin(stream);
@@ -348,20 +362,20 @@ impl Link {
 
     fn output(&mut self, stream: StreamId, output: v1::Output, data: Vec<u8>) {
         let Some(exec) = self.execs.get(&stream) else { return };
-        if exec.events.send(ExecEvent::Output(output, data)).is_err() {
+        if exec.events.say(ExecEvent::Output(output, data)).is_err() {
             self.connection.abandon(stream);
         }
     }
 
     fn closed(&mut self, stream: StreamId, output: v1::Output) {
         if let Some(exec) = self.execs.get(&stream) {
-            let _ = exec.events.send(ExecEvent::Closed(output));
+            let _ = exec.events.say(ExecEvent::Closed(output));
         }
     }
 
     fn ended(&mut self, stream: StreamId, end: kibo_guest_protocol::ProcessEnd) {
         if let Some(exec) = self.execs.remove(&stream) {
-            let _ = exec.events.send(ExecEvent::Ended(end));
+            let _ = exec.events.say(ExecEvent::Ended(end));
         }
     }
 }

@@ -5,6 +5,7 @@
 //! Nothing is queued across connections: who wants something of the guest asks again after [`GuestEvent::Connected`].
 
 mod connection;
+mod pieces;
 mod streams;
 #[cfg(test)]
 mod tests;

@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use kibo_guest_protocol::{ProcessEnd, v1};
+use kibo_guest_protocol::{MAX_STREAMS, ProcessEnd, v1};
 use kibo_protocol::v1::StreamFailure;
 use tokio::sync::{mpsc, oneshot};
 
-use super::{Command, ExecId, Guest, Open};
+use super::{Command, ExecId, Guest, Open, pieces::Hearer};
 use crate::instance::{ExecExit, ExecInput, ExecOutput, ExecStream, StreamError};
 
 /// Pieces, of up to a whole run, that wait in a channel beside what the windows allow.
@@ -39,10 +39,10 @@ impl Kind {
 pub(super) struct Opened {
     pub id: ExecId,
     /// Bounded by the guest's windows: what is not passed on is not granted again.
-    pub events: mpsc::UnboundedReceiver<ExecEvent>,
+    pub events: Hearer,
 }
 
-#[derive(Debug)]
+#[derive(Debug, PartialEq)]
 pub(super) enum ExecEvent {
     Output(v1::Output, Vec<u8>),
     Closed(v1::Output),
@@ -55,6 +55,13 @@ pub(super) fn unavailable() -> StreamError {
     StreamError {
         failure: StreamFailure::GuestUnavailable,
         message: "the guest does not answer: wait until it is available, or look at its console".to_owned(),
+    }
+}
+
+pub(super) fn too_many() -> StreamError {
+    StreamError {
+        failure: StreamFailure::TooMany,
+        message: format!("{MAX_STREAMS} streams are open already: end some first"),
     }
 }
 
@@ -103,7 +110,7 @@ async fn pump_output(guest: &Guest, kind: Kind, mut opened: Opened, outgoing: mp
     let exec = opened.id;
     loop {
         let event = tokio::select! {
-            event = opened.events.recv() => event.unwrap_or(ExecEvent::Lost),
+            event = opened.events.hear() => event,
             () = outgoing.closed() => return guest.command(Command::Abandon(exec)),
         };
         let (output, piece) = match event {

@@ -3,7 +3,7 @@
 use std::os::unix::net::UnixListener as StdListener;
 
 use bytes::Bytes;
-use kibo_guest_protocol::{GuestConnection, GuestEvent as FromHost};
+use kibo_guest_protocol::{GuestConnection, GuestEvent as FromHost, MAX_STREAMS, PROTOCOL, flow::Width};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::{UnixListener, UnixStream},
@@ -55,11 +55,16 @@ fn fixture() -> Fixture {
 impl Fixture {
     /// Accepts a connection and answers its hello.
     async fn connect(&mut self) -> Agent {
+        self.connect_to(0).await
+    }
+
+    /// As [`Self::connect`], with an agent of some protocol.
+    async fn connect_to(&mut self, protocol: u32) -> Agent {
         let (socket, _) = self.listener.accept().await.unwrap();
         let mut agent = Agent { socket, connection: GuestConnection::default() };
         let hello = agent.hear().await;
         assert!(matches!(hello, FromHost::Connected(_)), "{hello:?}");
-        agent.connection.reply(v1::HelloReply { boot_id: "boot".to_owned(), ..v1::HelloReply::default() });
+        agent.connection.reply(v1::HelloReply { boot_id: "boot".to_owned(), protocol, ..v1::HelloReply::default() });
         agent.flush().await;
         let connected = self.events.recv().await.unwrap();
         assert!(matches!(connected, GuestEvent::Connected(_)), "{connected:?}");
@@ -246,4 +251,83 @@ async fn a_guest_that_makes_events_without_end_waits_for_its_instance() {
     tokio::time::timeout(std::time::Duration::from_secs(2), flood).await.expect_err("the flood never ends");
     let taken = std::iter::from_fn(|| fixture.events.try_recv().ok()).count();
     assert_eq!(taken, EVENTS);
+}
+
+/// Until all is heard that the guest said before.
+async fn synced(fixture: &mut Fixture, agent: &mut Agent, id: u64) {
+    agent.say(v1::SyncDone { id, error: String::new() }).await;
+    let heard = tokio::time::timeout(std::time::Duration::from_secs(60), fixture.events.recv());
+    assert_eq!(heard.await.expect("the guest is not heard"), Some(GuestEvent::Synced { id, error: String::new() }));
+}
+
+#[tokio::test]
+async fn a_guest_that_says_a_byte_at_a_time_fills_no_memory() {
+    const BYTES: usize = 20_000;
+    let mut fixture = fixture();
+    let mut agent = fixture.connect_to(PROTOCOL).await;
+    let mut exec = exec(&fixture, v1::Process::default(), false).await.unwrap();
+    let v1::host_message::Kind::Exec(asked) = agent.hear_message().await else { panic!("no exec") };
+    for _ in 0..BYTES {
+        for output in [v1::Output::Stdout, v1::Output::Stderr] {
+            let fill = |room: &mut [u8]| {
+                room[0] = 7;
+                1
+            };
+            agent.connection.send_output(asked.stream_id, output, 1, fill).unwrap();
+        }
+    }
+    agent.flush().await;
+    synced(&mut fixture, &mut agent, 1).await;
+    let status = Some(kibo_guest_protocol::ProcessEnd::Code(0).into());
+    agent.say(v1::ExecExited { stream_id: asked.stream_id, status }).await;
+    let (mut pieces, mut bytes) = (0, 0);
+    while let Some(output) = exec.output.recv().await {
+        if let ExecOutput::Stdout(data) | ExecOutput::Stderr(data) = output {
+            (pieces, bytes) = (pieces + 1, bytes + data.len());
+        }
+    }
+    assert_eq!(bytes, 2 * BYTES);
+    assert!(pieces < BYTES / 20, "{pieces} pieces waited");
+}
+
+#[tokio::test]
+async fn a_guest_has_a_bounded_number_of_streams() {
+    let mut fixture = fixture();
+    let mut agent = fixture.connect().await;
+    let mut streams = Vec::new();
+    for _ in 0..MAX_STREAMS {
+        streams.push(exec(&fixture, v1::Process::default(), false).await.unwrap());
+    }
+    let refused = exec(&fixture, v1::Process::default(), false).await.unwrap_err();
+    assert_eq!(refused.failure, kibo_protocol::v1::StreamFailure::TooMany);
+    let v1::host_message::Kind::Exec(first) = agent.hear_message().await else { panic!("no exec") };
+    let status = Some(kibo_guest_protocol::ProcessEnd::Code(0).into());
+    agent.say(v1::ExecExited { stream_id: first.stream_id, status }).await;
+    assert_eq!(streams[0].output.recv().await, Some(ExecOutput::Exit(ExecExit::Code(0))));
+    exec(&fixture, v1::Process::default(), false).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_guest_that_is_slow_to_take_input_is_heard() {
+    let mut fixture = fixture();
+    let mut agent = fixture.connect_to(PROTOCOL).await;
+    let mut streams = Vec::new();
+    for _ in 0..20 {
+        let stream = exec(&fixture, v1::Process::default(), true).await.unwrap();
+        stream.input.send(ExecInput::Data(Bytes::from(vec![7; Width::WIDE.bytes()]))).await.unwrap();
+        streams.push(stream);
+    }
+    // It takes nothing meanwhile.
+    for id in 0..100 {
+        synced(&mut fixture, &mut agent, id).await;
+    }
+    // In the end all of it arrives.
+    let mut left = 20 * Width::WIDE.bytes();
+    while left > 0 {
+        if let v1::host_message::Kind::StdinData(input) = agent.hear_message().await {
+            let bytes = u32::try_from(input.data.len()).unwrap();
+            left -= input.data.len();
+            agent.say(v1::StdinCredit { stream_id: input.stream_id, bytes }).await;
+        }
+    }
 }

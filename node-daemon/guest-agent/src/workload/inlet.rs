@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 
 use kibo_guest_protocol::GuestConnection;
-use kibo_guest_protocol::flow::{Overrun, ReceiveWindow, Width};
+use kibo_guest_protocol::flow::{self, Overrun, ReceiveWindow, Width};
 use kibo_guest_protocol::v1;
 use rustix::io::Errno;
 use rustix::net::Shutdown;
@@ -79,7 +79,11 @@ impl Inlet {
             return Ok(());
         }
         self.window.received(data.len())?;
-        self.queue.push_back(data);
+        if self.queue.back_mut().is_some_and(|last| flow::join(last, &data)) {
+            connection.recycle(data);
+        } else {
+            self.queue.push_back(data);
+        }
         self.write(id, connection);
         Ok(())
     }

@@ -8,7 +8,7 @@ use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use kibo_guest_protocol::v1::{self, Output, StartFailure, StartFailureReason};
-use kibo_guest_protocol::{GuestConnection, ProcessEnd};
+use kibo_guest_protocol::{GuestConnection, MAX_STREAMS, ProcessEnd};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process_group};
 
@@ -21,7 +21,6 @@ use super::start_failure;
 use super::terminal::Terminal;
 use crate::configure::Workspace;
 
-const MAX_STREAMS: usize = 256;
 /// Between the hangup and the kill of a process that nobody listens to any more.
 const HANGUP_PATIENCE: Duration = Duration::from_secs(5);
 

@@ -1,0 +1,52 @@
+//! What the daemon's end keeps of one stream.
+
+use crate::flow::{ReceiveWindow, SendWindow, Width};
+use crate::v1::Output;
+
+#[derive(Debug)]
+pub(crate) struct Stream {
+    pub stdin: SendWindow,
+    pub stdin_open: bool,
+    /// Not all of the input was taken that was there last.
+    pub waits: bool,
+    pub abandoned: bool,
+    stdout: Heard,
+    stderr: Heard,
+}
+
+/// What comes of one output.
+#[derive(Debug)]
+struct Heard {
+    window: ReceiveWindow,
+    closed: bool,
+}
+
+impl Heard {
+    const fn new(width: Width) -> Self {
+        Self { window: ReceiveWindow::new(width), closed: false }
+    }
+}
+
+impl Stream {
+    pub const fn new(width: Width, stdin_open: bool) -> Self {
+        let (stdout, stderr) = (Heard::new(width), Heard::new(width));
+        Self { stdin: SendWindow::new(width), stdin_open, waits: false, abandoned: false, stdout, stderr }
+    }
+
+    pub fn window(&mut self, output: Output) -> Option<&mut ReceiveWindow> {
+        self.heard(output).map(|heard| &mut heard.window)
+    }
+
+    /// The guest closed an output; whether that is news. It takes nothing of a window, and could be said without end.
+    pub fn close(&mut self, output: Output) -> bool {
+        self.heard(output).is_some_and(|heard| !std::mem::replace(&mut heard.closed, true))
+    }
+
+    fn heard(&mut self, output: Output) -> Option<&mut Heard> {
+        match output {
+            Output::Stdout => Some(&mut self.stdout),
+            Output::Stderr => Some(&mut self.stderr),
+            Output::Unspecified => None,
+        }
+    }
+}
