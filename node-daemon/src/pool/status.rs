@@ -47,6 +47,7 @@ impl PoolStatus {
 
     /// The same in this life of the node. One that the pool says is dead can take nothing there, and placement is to pass
     /// the pool by.
+    #[must_use]
     pub fn lived(mut self, lived: Option<Incarnation>) -> Self {
         if let (None, Some(dead), Some(lived)) = (&self.problem, self.own_mark, lived)
             && dead >= lived

@@ -126,7 +126,10 @@ impl Play {
                     assert!(self.streams.contains(&stream), "output of a stream that nobody opened");
                     let unread = self.unread.entry((stream, output.into())).or_default();
                     *unread += data.len();
-                    assert!(*unread <= Width::WIDE.bytes(), "the guest made the daemon hold {unread} bytes of one output");
+                    assert!(
+                        *unread <= Width::WIDE.bytes(),
+                        "the guest made the daemon hold {unread} bytes of one output"
+                    );
                 }
                 HostEvent::ExecEnded { stream, .. } => self.unread.retain(|(of, _), _| *of != stream),
                 _ => {}
