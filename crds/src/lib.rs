@@ -21,6 +21,7 @@ mod names;
 mod percent;
 mod ratio;
 mod rules;
+mod transfer;
 
 pub mod node;
 pub mod overcommit_policy;
@@ -49,5 +50,6 @@ pub use ratio::{Ratio, RatioError};
 pub use storage_pool::StoragePool;
 pub use template::Template;
 pub use tombstone::WorkspaceTombstone;
+pub use transfer::{Import, TransferKind, TransferState, TransferStatus};
 pub use volume::Volume;
 pub use workspace::Workspace;

@@ -8,8 +8,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Bytes, CommandId, CommandRecord, CpuQuantity, Epoch, Incarnation, InstanceId, MemoryQuantity, MilliCpu,
-    MoveRequest, MoveStatus, NodeId, PoolId, SequenceNumber, SizeQuantity, Term, WorkspaceId,
+    Bytes, CommandId, CommandRecord, CpuQuantity, Epoch, Import, Incarnation, InstanceId, MemoryQuantity, MilliCpu,
+    MoveRequest, MoveStatus, NodeId, PoolId, SequenceNumber, SizeQuantity, Term, TransferStatus, WorkspaceId,
     condition::conditions_schema,
     moving::ONE_MOVE_AT_A_TIME,
     node::{Holder, PreviousHolder},
@@ -83,6 +83,10 @@ use crate::{
     validation = Rule::new("!has(self.volume) || !has(self.volume.new) || (has(oldSelf.volume) && has(oldSelf.volume.new) && self.volume.new == oldSelf.volume.new)")
         .message("volume.new is for the creation of a Workspace: name an existing Volume in volume.claim")
         .reason(Reason::FieldValueInvalid),
+    // A reserved word of CEL, as it is written there.
+    validation = Rule::new("has(self.__import__) == has(oldSelf.__import__) && (!has(self.__import__) || self.__import__ == oldSelf.__import__)")
+        .message("import is for the creation of a Workspace, and never changes: import into a new one")
+        .reason(Reason::FieldValueForbidden),
     validation = Rule::new("!has(self.power) || !has(oldSelf.power) || self.power.state == oldSelf.power.state || !has(oldSelf.power.requestId) || !has(self.power.requestId) || self.power.requestId != oldSelf.power.requestId")
         .message("power.requestId was already used with another state: choose a new requestId")
         .reason(Reason::FieldValueForbidden),
@@ -112,6 +116,9 @@ pub struct WorkspaceSpec {
     /// A request to move the writable layer to another storage pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub r#move: Option<MoveRequest>,
+    /// Its disks come from an archive; at creation only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub import: Option<Import>,
     /// Free text for the Workspace's owner, with a revision of its own.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[schemars(schema_with = "annotations_schema")]
@@ -388,6 +395,12 @@ pub struct WorkspaceStatus {
     /// What became of the newest request to move the writable layer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub r#move: Option<MoveStatus>,
+    /// Its disks on their way into an archive or out of one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub transfer: Option<TransferStatus>,
+    /// The disks that `spec.import` speaks of are complete.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub imported: bool,
     /// The bound Volume.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub volume: Option<BoundVolume>,

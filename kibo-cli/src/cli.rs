@@ -3,7 +3,7 @@
 use clap::{ArgAction, Args, Parser, Subcommand};
 use clap_complete::Shell;
 
-use crate::{client::Global, enrollment, node, storage_pool, template, top, volume, workspace};
+use crate::{client::Global, enrollment, node, storage_pool, template, top, transfer, volume, workspace};
 
 /// Run and look after Workspaces: microVMs with disks that outlive them.
 ///
@@ -40,6 +40,9 @@ pub enum Command {
     /// Places for the disks of Workspaces
     #[command(subcommand, alias = "storage-pools")]
     StoragePool(storage_pool::Command),
+    /// Workspaces into archives, and out of them
+    #[command(subcommand)]
+    Transfer(transfer::Command),
     /// How hosts are used
     #[command(subcommand)]
     Top(top::Command),

@@ -223,6 +223,7 @@ pub fn from_status(status: &Status, subject: &Subject) -> Error {
             Error::new(Kind::Unavailable, format!("{subject}: {said}"))
                 .next("give the command again in a moment; if that goes on, look at the API server: kubectl get --raw '/readyz?verbose'")
         }
+        ("InsufficientStorage", _) | (_, 507) => Error::new(Kind::ResourceExhausted, &status.message),
         (_, 500..) => Error::new(Kind::Other, format!("{subject}: the API server failed: {}", status.message))
             .next("give the command again; if that goes on, the API server's log says why"),
         _ => Error::new(Kind::Other, format!("{subject}: {}", status.message)),
@@ -236,7 +237,7 @@ fn conflict(status: &Status, subject: &Subject) -> Error {
     }
     // The streams' API answers so when the Workspace is not in the state for it.
     let mut causes = status.details.iter().flat_map(|details| &details.causes);
-    if causes.any(|cause| matches!(cause.reason.as_str(), "WorkspaceNotRunning" | "NodeRefused")) {
+    if causes.any(|cause| matches!(cause.reason.as_str(), "WorkspaceNotRunning" | "NodeRefused" | "NotTransferred")) {
         return Error::new(Kind::FailedPrecondition, &status.message);
     }
     Error::new(Kind::Aborted, format!("{subject}: {}", status.message))

@@ -18,6 +18,7 @@ mod reference;
 mod storage_pool;
 mod template;
 mod top;
+mod transfer;
 mod volume;
 mod wait;
 mod workspace;
@@ -95,6 +96,7 @@ async fn dispatch(cluster: &Cluster, command: Command) -> Result<u8> {
         Command::Template(command) => template::run(cluster, command).await?,
         Command::Node(command) => node::run(cluster, command).await?,
         Command::StoragePool(command) => storage_pool::run(cluster, command).await?,
+        Command::Transfer(command) => transfer::run(cluster, command).await?,
         Command::Top(command) => top::run(cluster, command).await?,
         Command::Enrollment(command) => enrollment::run(cluster, command).await?,
         Command::Completions { .. } | Command::Version => {}

@@ -47,6 +47,8 @@ pub enum Operation {
     Deletion,
     /// Taken in both pools: where the object is, and where it is copied to.
     Move,
+    /// Read into an archive, or made out of one.
+    Transfer,
 }
 
 impl Taker {
@@ -65,6 +67,10 @@ impl Taker {
     pub fn is_move(&self) -> bool {
         self.by == By::Operation(Operation::Move)
     }
+
+    pub fn is_transfer(&self) -> bool {
+        self.by == By::Operation(Operation::Transfer)
+    }
 }
 
 impl std::fmt::Display for Taker {
@@ -73,6 +79,7 @@ impl std::fmt::Display for Taker {
             By::Instance(instance) => write!(f, "{} as {instance}", self.node),
             By::Operation(Operation::Deletion) => write!(f, "{} for its deletion", self.node),
             By::Operation(Operation::Move) => write!(f, "{} for a move", self.node),
+            By::Operation(Operation::Transfer) => write!(f, "{} for a transfer", self.node),
         }
     }
 }

@@ -29,6 +29,7 @@ pub mod storage_pool;
 pub mod streams;
 pub mod tls;
 pub mod tombstone;
+pub mod transfer;
 pub mod volume;
 mod watch;
 pub mod watchdog;

@@ -253,7 +253,7 @@ impl Replica {
         let settings = Settings { strategy: self.args.placement, tombstone_ttl: self.args.tombstone_ttl() };
         let room = Room::open(ctx.clone(), settings).await?;
         let workspaces = room.hooks();
-        let streams = api::start(ctx.clone(), room.workspaces(), self.api_options()?).await?;
+        let streams = api::start(ctx.clone(), room.workspaces(), workspaces.clone(), self.api_options()?).await?;
         let (to_pools, seen_nodes) = tokio::sync::mpsc::unbounded_channel();
         let control = Arc::new(NodeControl::new(ctx.clone(), workspaces.clone(), to_pools));
         let pool_control = Arc::new(PoolControl::new(ctx.clone(), workspaces.clone(), node_store.clone()));

@@ -257,6 +257,7 @@ fn built(args: Create) -> Result<Workspace> {
         node_selector: args.node_selector.into_iter().collect(),
         network: args.egress.map(|egress| WorkspaceNetwork { egress: Some(egress.into()) }),
         r#move: None,
+        import: None,
         annotations: args.annotations.into_iter().collect(),
     };
     let mut workspace = Workspace::new("", spec);

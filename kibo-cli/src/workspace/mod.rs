@@ -9,7 +9,7 @@ mod list;
 mod page;
 mod power;
 mod relocate;
-mod stream;
+pub mod stream;
 mod table;
 pub mod target;
 #[cfg(test)]

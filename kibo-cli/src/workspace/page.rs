@@ -142,6 +142,7 @@ impl One {
         page.fact("Writable layer", self.layer(status));
         page.fact_if("Move of the layer", crate::moving::fact(status.r#move.as_ref()));
         page.fact_if("Volume", Some(self.volume()));
+        page.fact_if("Transfer", crate::transfer::fact(status.transfer.as_ref()));
     }
 }
 

@@ -105,7 +105,7 @@ fn link(unfinished: &Path, path: &Path) -> io::Result<bool> {
     }
 }
 
-fn has_space(dir: &Path, needed: Bytes) -> Result<(), ImageError> {
+pub(super) fn has_space(dir: &Path, needed: Bytes) -> Result<(), ImageError> {
     let failed = |source| ImageError::Io { action: "find the free space for", path: dir.join(IMAGE), source };
     let Space { free, .. } = space(dir).map_err(failed)?;
     if free.saturating_sub(HEADROOM) < needed { Err(ImageError::NoSpace { free, size: needed }) } else { Ok(()) }

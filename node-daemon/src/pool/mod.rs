@@ -20,6 +20,7 @@ pub mod records;
 mod status;
 #[cfg(test)]
 mod tests;
+mod transfer;
 pub mod watch;
 
 use std::{
@@ -42,6 +43,7 @@ pub use marker::{Marker, MarkerError, init, read as read_marker};
 pub use moving::{MoveError, Progress};
 pub use records::{Conflict, LastTaken, NotACopy};
 pub use status::PoolStatus;
+pub use transfer::{Disks, TransferError};
 
 use crate::{
     config::{FenceConfig, PoolConfig},

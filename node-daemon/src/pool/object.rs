@@ -12,6 +12,7 @@ use super::{
     marker, moving,
     record_files::{self, Kind},
     records::{Closing, Conflict, EpochUse, Record, Records, TakeDecision},
+    transfer,
 };
 use crate::{
     durable,
@@ -249,7 +250,7 @@ impl Pool {
     }
 
     /// Says what became of a grant; one that was not taken is refused for good, and what this node took for an Instance
-    /// that it does not have any more, whose record was lost, or for a move that does not go on, is released. A deletion
+    /// that it does not have any more, whose record was lost, or for a move or a transfer that does not go on, is released. A deletion
     /// is never given up.
     pub fn confirm_not_taken(
         &self,
@@ -274,6 +275,10 @@ impl Pool {
                 if taker.is_some_and(Taker::is_move) {
                     moving::clear(&self.object_dir(uid), |of| of <= epoch)
                         .map_err(self.io("clear away the journal of a move", uid))?;
+                }
+                if taker.is_some_and(Taker::is_transfer) {
+                    transfer::clear(&self.object_dir(uid), |of| of <= epoch)
+                        .map_err(self.io("clear away the rest of an import", uid))?;
                 }
                 self.write_released(uid, epoch)?;
                 Ok(ObjectUse::Released)

@@ -301,7 +301,9 @@ impl<I: InstanceControl> Handler<I> {
         };
         let (node, outbox) = (Arc::clone(&self.node), self.outbox.clone());
         let deletion = self.taker(By::Operation(Operation::Deletion));
-        tokio::task::spawn_blocking(move || {
+        let transfers = Arc::clone(&node.transfers);
+        let (uid, epoch) = (granted.object.uid.clone(), granted.grant.epoch);
+        let work = move || {
             let result = node.pools.get(&granted.object.pool).and_then(|pool| match command {
                 Command::Delete => pool.delete(&granted, &deletion).map(|()| v1::ObjectUse::Released),
                 Command::ConfirmNotTaken => {
@@ -315,6 +317,14 @@ impl<I: InstanceControl> Handler<I> {
                 node.instances.forget_log(&granted.object.uid);
             }
             outbox.send(from_node::Message::ObjectResult(object_result(command_id, &granted, result)));
+        };
+        tokio::spawn(async move {
+            if matches!(command, Command::ConfirmNotTaken) {
+                // Who asks does not want a transfer by this grant, whose client may not know that yet.
+                transfers.stop(&uid, epoch).await;
+            }
+            // Its errors are in the result.
+            let _ = tokio::task::spawn_blocking(work).await;
         });
     }
 
@@ -405,6 +415,7 @@ impl<I: InstanceControl> Handler<I> {
         self.streams.insert(open.stream_id.clone(), cancel.clone());
         let stream = streams::Stream {
             node: Arc::clone(&self.node),
+            transfers_by: self.taker(By::Operation(Operation::Transfer)),
             way: self.way.clone(),
             outbox: self.outbox.clone(),
             cancel,

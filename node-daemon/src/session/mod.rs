@@ -18,6 +18,7 @@ mod settle;
 mod streams;
 #[cfg(test)]
 mod tests;
+mod transfers;
 
 use std::{sync::Arc, time::Duration};
 

@@ -9,7 +9,7 @@ use std::{
 use kibo_crds::{Incarnation, InstanceId, NodeId, PoolId};
 use kibo_protocol::v1;
 
-use super::{control::InstanceControl, moves::Moves, streams::OpenStreams};
+use super::{control::InstanceControl, moves::Moves, streams::OpenStreams, transfers::Transfers};
 use crate::{
     admission::Admission,
     config::Config,
@@ -20,7 +20,7 @@ use crate::{
     state::{NodeState, StateDir, StateError},
 };
 
-/// So long an isolated node waits for its moves to stop.
+/// So long an isolated node waits for its moves and transfers to stop.
 const MOVES_LIMIT: Duration = Duration::from_secs(10);
 /// Whatever an operator says.
 const LONGEST_RETURN: Duration = Duration::from_secs(60);
@@ -52,6 +52,7 @@ pub struct Node<I> {
     pub(super) instances: I,
     pub(super) streams: OpenStreams,
     pub(super) moves: Moves,
+    pub(super) transfers: Arc<Transfers>,
     settling: Mutex<HashSet<InstanceId>>,
     pace: Mutex<Pace>,
 }
@@ -70,7 +71,7 @@ impl<I: InstanceControl> Node<I> {
         let images = config.images.dir.clone();
         let admission = Admission::new(config.resources, images, Arc::clone(&pools), Arc::clone(&host));
         let (settling, pace) = (Mutex::default(), Mutex::default());
-        let (streams, moves) = (OpenStreams::default(), Moves::default());
+        let (streams, moves, transfers) = (OpenStreams::default(), Moves::default(), Arc::default());
         Self {
             id,
             boot_id,
@@ -84,6 +85,7 @@ impl<I: InstanceControl> Node<I> {
             instances,
             streams,
             moves,
+            transfers,
             settling,
             pace,
         }
@@ -112,6 +114,7 @@ impl<I: InstanceControl> Node<I> {
     pub(super) fn is_here(&self, object: &Object, taker: &Taker) -> bool {
         match taker.instance() {
             Some(instance) => self.is_listed(instance),
+            None if taker.is_transfer() => self.transfers.is_running(&object.uid),
             None => taker.is_move() && self.moves.holds(&object.uid, &object.pool),
         }
     }
@@ -157,11 +160,12 @@ impl<I: InstanceControl> Node<I> {
     /// An operator asserted that this node is dead, and others may use what it held: make it true.
     pub(super) async fn isolate(&self) {
         tracing::error!(incarnation = ?self.incarnation(), "this node was isolated: all its Instances are destroyed");
-        let moves = tokio::time::timeout(MOVES_LIMIT, self.moves.stop_all()).await;
+        let stopped = async { tokio::join!(self.moves.stop_all(), self.transfers.stop_all()) };
+        let moves = tokio::time::timeout(MOVES_LIMIT, stopped).await;
         self.instances.destroy_all(v1::EndReason::Isolated, "this node was isolated").await;
         if moves.is_err() {
             // As with Instances below: the next daemon is refused with this life too, and has no moves.
-            tracing::error!("a move does not stop: see whether a pool hangs");
+            tracing::error!("a move or a transfer does not stop: see whether a pool hangs");
             return;
         }
         let left = self.instances.list().iter().filter(|it| it.state != v1::InstanceState::Ended).count();

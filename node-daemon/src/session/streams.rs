@@ -23,10 +23,12 @@ use super::{
     control::InstanceControl,
     node::Node,
     outbox::Outbox,
+    transfers::{self, Transfer},
 };
 use crate::{
     config::Endpoint,
     instance::{ExecExit, ExecInput, ExecOutput, ExecStream, StreamError},
+    launch::Taker,
 };
 
 /// Frames on their way to the operator: what a client does not read is not to pile up here.
@@ -80,6 +82,8 @@ pub struct Way {
 
 pub struct Stream<I> {
     pub node: Arc<Node<I>>,
+    /// By whom the objects of a transfer are taken.
+    pub transfers_by: Taker,
     pub way: Way,
     pub outbox: Outbox,
     /// The operator wants this one no more, or its session has ended.
@@ -135,6 +139,14 @@ impl<I: InstanceControl> Stream<I> {
                     let has_stdin = matches!(request.direction, Some(v1::archive_request::Direction::Write(_)));
                     let stream = self.node.instances.archive(request).await?;
                     carry(stream, has_stdin, &to_operator, &mut from_operator).await
+                }
+                Some(Kind::Export(request)) => {
+                    let transfer = transfers::export(&self.node, self.transfers_by.clone(), &request)?;
+                    carry_transfer(transfer, false, &to_operator, &mut from_operator).await
+                }
+                Some(Kind::Import(request)) => {
+                    let transfer = transfers::import(&self.node, self.transfers_by.clone(), request)?;
+                    carry_transfer(transfer, true, &to_operator, &mut from_operator).await
                 }
                 Some(Kind::Log(request)) => self.log(&request, &to_operator, &mut from_operator).await,
                 None => {
@@ -239,6 +251,22 @@ async fn carry(
     tokio::select! {
         result = pump_output(output, to_operator) => result,
         () = pump_input(from_operator, Some(input), has_stdin, to_operator) => Ok(()),
+    }
+}
+
+/// The same for a transfer, which may be stopped in the middle.
+async fn carry_transfer(
+    transfer: Transfer,
+    has_stdin: bool,
+    to_operator: &mpsc::Sender<v1::StreamFromNode>,
+    from_operator: &mut Streaming<v1::StreamToNode>,
+) -> Result<(), StreamError> {
+    let Transfer { stream, stop } = transfer;
+    tokio::select! {
+        // What has ended is not said to be stopped.
+        biased;
+        carried = carry(stream, has_stdin, to_operator, from_operator) => carried,
+        () = stop.cancelled() => Err(transfers::stopped()),
     }
 }
 

@@ -128,6 +128,8 @@ mod tests {
             (Subresource::FilesRead, "get"),
             (Subresource::FilesWrite, "update"),
             (Subresource::Log, "get"),
+            (Subresource::Export, "create"),
+            (Subresource::Import, "create"),
         ] {
             let spec = review(&jane(), &target(subresource).right()).spec;
             let attributes = spec.resource_attributes.unwrap();

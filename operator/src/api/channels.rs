@@ -54,6 +54,18 @@ pub struct Place {
     pub instance: InstanceId,
 }
 
+/// Whoever has a say in how a stream ended.
+pub trait Conclude: Send {
+    /// What its client is told, from what is known so far.
+    fn conclude(self, status: Status) -> impl Future<Output = Status> + Send;
+}
+
+impl Conclude for Place {
+    async fn conclude(self, status: Status) -> Status {
+        self.explain(status).await
+    }
+}
+
 /// Passes everything on between client and guest until the stream has ended or one of the two is gone.
 /// `stop` ends it early, since this process does not lead any more.
 pub async fn serve(
@@ -61,7 +73,7 @@ pub async fn serve(
     protocol: Protocol,
     carries: Carries,
     stream: NodeStream,
-    place: Place,
+    place: impl Conclude,
     stop: CancellationToken,
 ) {
     let (sink, mut source) = socket.split();
@@ -91,7 +103,7 @@ pub async fn serve(
         tracing::debug!("the client of a stream went away");
         return;
     };
-    let status = if stop.is_cancelled() { status } else { place.explain(status).await };
+    let status = if stop.is_cancelled() { status } else { place.conclude(status).await };
     let farewell = async {
         client.finish(&status).await;
         // What a client still sends is read, or the connection would be reset under the status.

@@ -18,6 +18,7 @@ mod registration;
 mod remote_command;
 mod request;
 mod status;
+mod transfer;
 mod usage;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
@@ -37,7 +38,11 @@ use kibo_protocol::v1::open_stream;
 use kube::Api;
 use tokio::{net::TcpListener, sync::watch, time::timeout};
 
-use crate::{context::Ctx, streams::StreamRegistry, workspace::Workspaces};
+use crate::{
+    context::Ctx,
+    streams::StreamRegistry,
+    workspace::{Hooks, Workspaces},
+};
 use authorization::Target;
 use channels::{Carries, Place};
 use exec::ExecOptions;
@@ -71,18 +76,32 @@ pub struct Options {
 
 /// Listens, and until the leadership ends serves the API and sees to its registration. What is returned takes the
 /// streams that nodes dial.
-pub async fn start(ctx: Ctx, workspaces: Arc<Workspaces>, options: Options) -> anyhow::Result<Arc<StreamRegistry>> {
+pub async fn start(
+    ctx: Ctx,
+    workspaces: Arc<Workspaces>,
+    transfers: Arc<Hooks>,
+    options: Options,
+) -> anyhow::Result<Arc<StreamRegistry>> {
     let listener = TcpListener::bind(options.listen).await;
     let listener = listener.with_context(|| format!("cannot listen on {} for the aggregated API", options.listen))?;
     let streams = StreamRegistry::new(ctx.registry.clone());
     let tasks = ctx.tasks.clone();
-    tasks.spawn(run(ctx, workspaces, streams.clone(), listener, options));
+    let rooms = Rooms { workspaces, transfers, streams: streams.clone() };
+    tasks.spawn(run(ctx, rooms, listener, options));
     Ok(Arc::new(streams))
 }
 
-async fn run(ctx: Ctx, workspaces: Arc<Workspaces>, streams: StreamRegistry, listener: TcpListener, options: Options) {
+/// Whom requests are about.
+struct Rooms {
+    workspaces: Arc<Workspaces>,
+    transfers: Arc<Hooks>,
+    streams: StreamRegistry,
+}
+
+async fn run(ctx: Ctx, rooms: Rooms, listener: TcpListener, options: Options) {
     let (current, trust) = watch::channel(None);
-    let server = Server { ctx: ctx.clone(), workspaces, streams, trust: trust.clone() };
+    let Rooms { workspaces, transfers, streams } = rooms;
+    let server = Server { ctx: ctx.clone(), workspaces, transfers, streams, trust: trust.clone() };
     let serve = listener::serve(listener, Arc::new(options.serving), trust.clone(), server.router(), ctx.stop.clone());
     let listening = Listening { api: options.listen, session: options.session_listen };
     let register = register(&ctx, trust, &options.ca_pem, &options.reach, listening);
@@ -111,6 +130,7 @@ async fn register(ctx: &Ctx, mut trust: CurrentTrust, ca_pem: &str, reach: &Reac
 struct Server {
     ctx: Ctx,
     workspaces: Arc<Workspaces>,
+    transfers: Arc<Hooks>,
     streams: StreamRegistry,
     trust: CurrentTrust,
 }
@@ -128,6 +148,8 @@ impl Server {
             .route(&format!("{workspace}/files"), any(serve_stream::<FilesOptions>))
             .route(&format!("{workspace}/portforward"), any(serve_stream::<PortForwardOptions>))
             .route(&format!("{workspace}/log"), get(serve_log))
+            .route(&format!("{workspace}/export"), any(transfer::export))
+            .route(&format!("{workspace}/import"), any(transfer::import))
             .route(&format!("{version}/workspaceusages"), get(usage::everywhere))
             .route(&format!("{namespace}/workspaceusages"), get(usage::in_namespace))
             .route(&format!("{namespace}/workspaceusages/{{name}}"), get(usage::of_one))

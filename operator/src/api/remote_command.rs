@@ -147,6 +147,8 @@ pub fn status_of_lost(lost: &StreamLost) -> Status {
         StreamFailure::TooMany => failure(429, "TooManyRequests", &message),
         // As a gateway says it of the server behind it.
         StreamFailure::Refused => failure(502, "ConnectionRefused", &message),
+        // As WebDAV says it of a disk that is full.
+        StreamFailure::NoSpace => failure(507, "InsufficientStorage", &message),
         StreamFailure::Failed => failure(500, "Failed", &message),
         StreamFailure::Interrupted => failure(503, "ServiceUnavailable", &message),
         StreamFailure::Unspecified | StreamFailure::GuestUnavailable => status_of_failure(&message),

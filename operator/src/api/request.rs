@@ -14,13 +14,17 @@ pub enum Subresource {
     FilesRead,
     FilesWrite,
     Log,
+    Export,
+    Import,
 }
 
 impl Subresource {
     /// What clients may use, for discovery. A WebSocket begins with GET.
-    pub const DISCOVERY: [(&str, &[&str]); 4] = [
+    pub const DISCOVERY: [(&str, &[&str]); 6] = [
         ("workspaces/exec", &["create", "get"]),
+        ("workspaces/export", &["create", "get"]),
         ("workspaces/files", &["get", "update"]),
+        ("workspaces/import", &["create", "get"]),
         ("workspaces/log", &["get"]),
         ("workspaces/portforward", &["create", "get"]),
     ];
@@ -31,14 +35,17 @@ impl Subresource {
             Self::PortForward => "portforward",
             Self::FilesRead | Self::FilesWrite => "files",
             Self::Log => "log",
+            Self::Export => "export",
+            Self::Import => "import",
         }
     }
 
     /// What a user must be allowed. A command or a connection changes things, and a write does, however the request
-    /// is made: all of them begin with GET.
+    /// is made: all of them begin with GET. An export keeps the disks from being used, and has all that is in them: who
+    /// only reads objects takes none.
     pub fn verb(self) -> &'static str {
         match self {
-            Self::Exec | Self::PortForward => "create",
+            Self::Exec | Self::PortForward | Self::Export | Self::Import => "create",
             Self::FilesWrite => "update",
             Self::FilesRead | Self::Log => "get",
         }

@@ -9,7 +9,10 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Status, StatusCause, Status
 use kibo_crds::{NodeId, workspace::WorkspacePhase};
 
 use super::{authorization::Right, discovery::GROUP};
-use crate::streams::{OpenError, StreamLost};
+use crate::{
+    streams::{OpenError, StreamLost},
+    transfer::Refusal,
+};
 
 /// Why a request is not carried out.
 #[derive(Debug, thiserror::Error)]
@@ -26,7 +29,8 @@ pub enum ApiError {
     )]
     NoUsage { namespace: String, name: String },
     #[error(
-        "no such path: this API serves exec, files, log and portforward of workspaces, and workspaceusages, in {GROUP}"
+        "no such path: this API serves exec, export, files, import, log and portforward of workspaces, and \
+         workspaceusages, in {GROUP}"
     )]
     NoPath,
     #[error("{0}")]
@@ -37,6 +41,8 @@ pub enum ApiError {
     NotRunning { name: String, phase: Option<WorkspacePhase>, advice: String },
     #[error("Workspace {name:?}: node {node} refused: {message}")]
     Refused { name: String, node: NodeId, message: String },
+    #[error("Workspace {name:?} is not transferred: {}", .refusal.message)]
+    NotTransferred { name: String, refusal: Refusal },
     #[error("{0}: try again")]
     Unavailable(String),
     #[error("{what} failed: {source}")]
@@ -51,6 +57,14 @@ impl ApiError {
     /// A call to the Kubernetes API that failed while a request was served.
     pub fn kubernetes(what: &'static str, source: kube::Error) -> Self {
         Self::Kubernetes { what, source: Box::new(source) }
+    }
+
+    /// A transfer that is not begun.
+    pub fn of_refusal(name: &str, refusal: Refusal) -> Self {
+        match refusal.reason {
+            "Unavailable" => Self::Unavailable(refusal.message),
+            _ => Self::NotTransferred { name: name.to_owned(), refusal },
+        }
     }
 
     /// A stream that the node did not give.
@@ -76,7 +90,10 @@ impl ApiError {
             Self::NoWorkspace { .. } | Self::NoUsage { .. } | Self::NoPath => StatusCode::NOT_FOUND,
             Self::BadRequest(_) => StatusCode::BAD_REQUEST,
             Self::Method(_) => StatusCode::METHOD_NOT_ALLOWED,
-            Self::NotRunning { .. } | Self::Refused { .. } => StatusCode::CONFLICT,
+            Self::NotTransferred { refusal, .. } if refusal.reason == "ResourceExhausted" => {
+                StatusCode::INSUFFICIENT_STORAGE
+            }
+            Self::NotRunning { .. } | Self::Refused { .. } | Self::NotTransferred { .. } => StatusCode::CONFLICT,
             Self::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
             Self::Kubernetes { .. } => StatusCode::INTERNAL_SERVER_ERROR,
         }
@@ -89,7 +106,8 @@ impl ApiError {
             Self::NoWorkspace { .. } | Self::NoUsage { .. } | Self::NoPath => "NotFound",
             Self::BadRequest(_) => "BadRequest",
             Self::Method(_) => "MethodNotAllowed",
-            Self::NotRunning { .. } | Self::Refused { .. } => "Conflict",
+            Self::NotTransferred { refusal, .. } if refusal.reason == "ResourceExhausted" => "InsufficientStorage",
+            Self::NotRunning { .. } | Self::Refused { .. } | Self::NotTransferred { .. } => "Conflict",
             Self::Unavailable(_) => "ServiceUnavailable",
             Self::Kubernetes { .. } => "InternalError",
         }
@@ -100,6 +118,7 @@ impl ApiError {
         let (name, cause) = match self {
             Self::NotRunning { name, .. } => (name, Some(("WorkspaceNotRunning", Some("status.phase")))),
             Self::Refused { name, .. } => (name, Some(("NodeRefused", None))),
+            Self::NotTransferred { name, .. } => (name, Some(("NotTransferred", None))),
             Self::NoWorkspace { name, .. } => (name, None),
             Self::Forbidden { right, .. } => (right.name.as_ref()?, None),
             _ => return None,

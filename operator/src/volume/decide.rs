@@ -19,7 +19,7 @@ use crate::{
 /// What is known of the Workspace that a Volume names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Owner {
-    /// The Workspace is there, with this execution, or with a start under way that will have it.
+    /// The Workspace is there, with this execution, or with a start under way that will have it, or with this transfer.
     Present { instance: Option<InstanceId> },
     /// A complete view shows that there is none with that uid.
     Gone,

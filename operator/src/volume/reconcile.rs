@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use kibo_crds::{InstanceId, MoveState, MoveStatus, VOLUME_FINALIZER, Volume, node::Holder};
+use kibo_crds::{InstanceId, MoveState, MoveStatus, TransferState, VOLUME_FINALIZER, Volume, node::Holder};
 use kibo_protocol::v1::{self, to_node::Message};
 use kube::ResourceExt as _;
 use serde_json::json;
@@ -54,7 +54,9 @@ fn owner(world: &World, uid: Option<&str>, instance: Option<InstanceId>) -> Owne
     let Some(workspace) = uid.and_then(|uid| world.workspaces.by_uid(uid)) else { return Owner::Gone };
     let starting = instance.filter(|instance| world.ledger.is_starting(*instance));
     let executing = workspace.status.as_ref().and_then(|status| status.execution.as_ref()).map(|e| e.instance_id);
-    Owner::Present { instance: starting.or(executing) }
+    let transferring = workspace.status.as_ref().and_then(|status| status.transfer.as_ref());
+    let transferring = transferring.filter(|it| it.state == TransferState::Running).map(|it| it.id);
+    Owner::Present { instance: starting.or(executing).or(transferring) }
 }
 
 async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {

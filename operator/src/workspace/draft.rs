@@ -78,7 +78,7 @@ fn bump(revision: &mut Revision, content: &impl Serialize) {
 }
 
 /// Labels that belong to the Workspace's owner.
-fn own_labels(workspace: &Workspace) -> BTreeMap<&String, &String> {
+pub fn own_labels(workspace: &Workspace) -> BTreeMap<&String, &String> {
     let reserved = |key: &str| key.split_once('/').is_some_and(|(prefix, _)| prefix.ends_with(GROUP));
     workspace.metadata.labels.iter().flatten().filter(|(key, _)| !reserved(key)).collect()
 }

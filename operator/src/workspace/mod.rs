@@ -20,6 +20,7 @@ pub(crate) mod reconcile;
 pub mod sight;
 mod start;
 pub mod stopwatch;
+mod transferring;
 pub(crate) mod world;
 
 pub use controller::{Ended, Room};

@@ -256,6 +256,7 @@ async fn act(
         },
         Action::ReleaseVolume(name) => release_volume(world, workspace, &name).await,
         Action::Bury => bury(world, workspace).await,
+        Action::Transfer { id, step } => super::transferring::act(world, workspace, volume, id, step).await,
     }
 }
 

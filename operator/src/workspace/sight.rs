@@ -5,7 +5,7 @@ use std::time::Duration;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kibo_crds::{Bytes, Incarnation, InstanceId, NodeId, PoolId, Template, Volume, Workspace, WorkspaceId};
 
-use crate::{moving::Heard, node::Void};
+use crate::{moving::Heard, node::Void, transfer::Wish};
 
 /// Label of a Volume that was made with a Workspace; its value is that Workspace's uid.
 pub const CREATED_FOR: &str = "kibotos.dev/created-for";
@@ -46,6 +46,10 @@ pub trait Cluster: Sync {
     /// What was heard of the move of this object.
     fn heard(&self, _uid: &str) -> Heard {
         Heard::default()
+    }
+    /// What somebody asks for of this Workspace's disks.
+    fn transfer(&self, _uid: &str) -> Option<Wish> {
+        None
     }
 }
 

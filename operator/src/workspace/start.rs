@@ -83,7 +83,7 @@ pub(super) async fn start(
     }
 }
 
-async fn place(
+pub(super) async fn place(
     world: &World,
     workspace: &Workspace,
     demand: &crate::placement::Demand,

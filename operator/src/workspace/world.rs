@@ -32,6 +32,7 @@ use crate::{
     node::{NodeIndex, Void},
     placement::Strategy,
     queue::Queue,
+    transfer::{Wish, Wishes},
     volume::Volumes,
 };
 
@@ -71,6 +72,8 @@ pub struct World {
     pub stopwatch: Stopwatch,
     /// What nodes said of moves.
     pub hearsay: Hearsay,
+    /// Who waits for the disks of which Workspace.
+    pub transfers: Wishes,
     pub bells: Bells,
     pub(super) placements: mpsc::UnboundedSender<placer::Request>,
     /// Starts that wait until something changes.
@@ -101,8 +104,10 @@ impl Bells {
     /// What a new version of a Workspace means for everything else.
     pub fn workspace_changed(&self, key: &Key, old: Option<&Workspace>, new: Option<&Workspace>) {
         self.workspaces.push(key.clone());
+        let transfer = |status: &WorkspaceStatus| status.transfer.as_ref().map(|it| (it.id, it.state));
         let uses = |workspace: Option<&Workspace>| {
-            workspace.and_then(|w| w.status.as_ref()).map(|status| (status.execution.clone(), status.holder.clone()))
+            let status = workspace.and_then(|w| w.status.as_ref());
+            status.map(|status| (status.execution.clone(), (status.holder.clone(), transfer(status))))
         };
         let (before, after) = (uses(old), uses(new));
         if before != after {
@@ -153,6 +158,7 @@ impl World {
             ledger: Ledger::new(ctx.nodes.clone(), bells.room.clone()),
             stopwatch: Stopwatch::default(),
             hearsay: Hearsay::default(),
+            transfers: Wishes::default(),
             settings,
             bells,
             placements,
@@ -386,5 +392,9 @@ impl Cluster for World {
 
     fn heard(&self, uid: &str) -> Heard {
         self.hearsay.of(uid)
+    }
+
+    fn transfer(&self, uid: &str) -> Option<Wish> {
+        self.transfers.of(uid)
     }
 }

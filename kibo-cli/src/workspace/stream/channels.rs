@@ -167,7 +167,7 @@ pub fn failure(status: &Status, subject: &Subject) -> Error {
         Some("InternalError" | "ServiceUnavailable" | "ConnectionRefused") => Kind::Unavailable,
         Some("NotFound") => Kind::NotFound,
         Some("BadRequest") => Kind::InvalidArgument,
-        Some("TooManyRequests") => Kind::ResourceExhausted,
+        Some("TooManyRequests" | "InsufficientStorage") => Kind::ResourceExhausted,
         Some("Conflict") => Kind::FailedPrecondition,
         Some("Failed" | "NonZeroExitCode") => Kind::Other,
         reason => {

@@ -2,7 +2,7 @@
 //! the aggregated API, so that a kubeconfig is all that it takes and RBAC on `workspaces/exec`, `files`,
 //! `portforward` and `log` decides.
 
-mod channels;
+pub mod channels;
 pub mod cp;
 pub mod exec;
 pub mod logs;

@@ -19,7 +19,7 @@ use rustix::fs::{Advice, SeekFrom, fadvise, seek};
 const BLOCK: usize = 4096;
 /// Zeros of this length stay holes.
 const SPARSE: usize = 64 << 10;
-const PIECE: usize = 1 << 20;
+pub const PIECE: usize = 1 << 20;
 /// Pieces on their way: one is read, one written, one compared, and each may be ahead by one.
 const PIECES: usize = 6;
 
@@ -79,25 +79,25 @@ pub struct Copy<'a> {
 }
 
 /// A part of the image in memory, at an address for direct I/O.
-struct Piece {
+pub struct Piece {
     memory: Vec<u8>,
     at: usize,
-    len: usize,
+    pub len: usize,
     offset: u64,
 }
 
 impl Piece {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let memory = vec![0; PIECE + BLOCK];
         let at = memory.as_ptr().align_offset(BLOCK);
         Self { memory, at, len: 0, offset: 0 }
     }
 
-    fn bytes(&self) -> &[u8] {
+    pub fn bytes(&self) -> &[u8] {
         &self.memory[self.at..self.at + self.len]
     }
 
-    fn bytes_mut(&mut self) -> &mut [u8] {
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.memory[self.at..self.at + self.len]
     }
 
@@ -107,7 +107,7 @@ impl Piece {
 }
 
 /// The next data at or after an offset, in whole blocks; `None`: only holes follow.
-fn next_data(file: &File, from: u64, size: u64) -> io::Result<Option<(u64, u64)>> {
+pub fn next_data(file: &File, from: u64, size: u64) -> io::Result<Option<(u64, u64)>> {
     if from >= size {
         return Ok(None);
     }
@@ -133,7 +133,7 @@ pub fn data_bytes(file: &File, from: u64, size: u64) -> io::Result<u64> {
 }
 
 /// The parts of a piece that are not all zeros.
-fn runs(bytes: &[u8]) -> Vec<(usize, usize)> {
+pub fn runs(bytes: &[u8]) -> Vec<(usize, usize)> {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for (number, part) in bytes.chunks(SPARSE).enumerate() {
         let (begin, end) = (number * SPARSE, number * SPARSE + part.len());

@@ -29,6 +29,7 @@ use kibo_crds::{Bytes, Epoch, ObjectUid, PoolId};
 use kibo_protocol::v1;
 
 pub use copy::Progress;
+pub(super) use copy::{PIECE, Piece, data_bytes, next_data, runs};
 pub use discard::{object_of_aside, put_back_objects};
 pub use journal::clear;
 
@@ -327,7 +328,7 @@ impl Moving<'_> {
 }
 
 /// Which file has this name, and its size.
-fn inode(path: &Path) -> io::Result<Option<(u64, u64)>> {
+pub(super) fn inode(path: &Path) -> io::Result<Option<(u64, u64)>> {
     match fs::metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         found => found.map(|found| Some((found.ino(), found.size()))),
@@ -335,7 +336,7 @@ fn inode(path: &Path) -> io::Result<Option<(u64, u64)>> {
 }
 
 /// Opens past the page cache where the file system can.
-fn open(path: &Path, options: &mut OpenOptions) -> Result<(File, bool), ImageError> {
+pub(super) fn open(path: &Path, options: &mut OpenOptions) -> Result<(File, bool), ImageError> {
     let direct = i32::try_from(rustix::fs::OFlags::DIRECT.bits()).unwrap_or(0);
     match options.custom_flags(direct).open(path) {
         Err(error) if error.raw_os_error() == Some(rustix::io::Errno::INVAL.raw_os_error()) => {

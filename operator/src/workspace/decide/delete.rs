@@ -31,6 +31,12 @@ pub(super) fn decide(sight: &Sight<'_>, mut draft: Draft<'_>, execution: Option<
         }
         return draft.then(Action::Rest);
     }
+    if crate::transfer::is_open(draft.status.transfer.as_ref()) {
+        if let Some(message) = draft.status.transfer.as_ref().and_then(|transfer| transfer.message.clone()) {
+            draft.wait_for(Wait::node("TransferNotOver", message));
+        }
+        return draft.then(Action::Rest);
+    }
     if lost::layer_pool(sight, &draft).is_some() {
         // There is nothing to remove, and nobody to do it.
         draft.status.writable_layer = None;
@@ -43,7 +49,10 @@ pub(super) fn decide(sight: &Sight<'_>, mut draft: Draft<'_>, execution: Option<
         let is_bound = bound_to(volume).is_some_and(|bound| Some(&bound.uid) == uid.as_ref());
         // Made for this Workspace, and the binding did not come about any more.
         let is_made_for = bound_to(volume).is_none() && volume.labels().get(CREATED_FOR) == uid.as_ref();
-        let goes_too = sight.workspace.spec.volume.as_ref().is_some_and(|binding| binding.delete_with_workspace);
+        // Of an import that did not complete nothing is left.
+        let is_half = super::transfer::unfinished(&draft).is_some() && volume.labels().get(CREATED_FOR) == uid.as_ref();
+        let is_asked = sight.workspace.spec.volume.as_ref().is_some_and(|binding| binding.delete_with_workspace);
+        let goes_too = is_half || is_asked;
         // First the Volume's deletion, then its release: after that nobody would remember it.
         if goes_too && volume.metadata.deletion_timestamp.is_none() && (is_bound || is_made_for) {
             return draft.then(Action::DeleteVolume);

@@ -9,7 +9,7 @@ use kibo_crds::{
 };
 use kube::ResourceExt as _;
 
-use super::{Action, Decision, Object, Start, UNAVAILABLE, blocked, can_ask, growth, lost, stranded};
+use super::{Action, Decision, Object, Start, UNAVAILABLE, blocked, can_ask, growth, lost, stranded, transfer};
 use crate::{
     moving,
     placement::{Demand, Disk},
@@ -22,7 +22,7 @@ use crate::{
 };
 
 /// How the Volume that the spec names stands.
-enum Binding<'a> {
+pub(super) enum Binding<'a> {
     NotWanted,
     Bound(&'a Volume),
     /// One step brings it nearer.
@@ -54,6 +54,12 @@ pub(super) fn decide(sight: &Sight<'_>, mut draft: Draft<'_>) -> Decision {
     if let Some(pool) = lost::layer_pool(sight, &draft) {
         lost::fail(&mut draft, &pool, wants_start.then_some(&request));
         return draft.then(Action::Rest);
+    }
+    if transfer::unfinished(&draft).is_some() {
+        return transfer::hold(draft, binding, wants_start.then_some(&request));
+    }
+    if let Some(wait) = transfer::stands_in_the_way(&draft).filter(|_| wants_start) {
+        return blocked(draft, &request, wait, Action::Rest);
     }
     if draft.phase() == WorkspacePhase::Failed && draft.status.reason.as_deref() == Some(UNAVAILABLE) {
         match stranded::place(sight, &draft) {
@@ -106,7 +112,7 @@ pub(super) fn bound_to(volume: &Volume) -> Option<&BoundTo> {
     volume.status.as_ref().and_then(|status| status.bound_to.as_ref())
 }
 
-fn binding<'a>(sight: &Sight<'a>) -> Binding<'a> {
+pub(super) fn binding<'a>(sight: &Sight<'a>) -> Binding<'a> {
     let Some(spec) = &sight.workspace.spec.volume else { return Binding::NotWanted };
     let uid = sight.workspace.uid();
     let name = volume_name(spec, &sight.workspace.name_any());
@@ -212,11 +218,11 @@ fn start(sight: &Sight<'_>, mut draft: Draft<'_>, request: PowerRequest, volume:
     }
 }
 
-fn right_of(status: &kibo_crds::volume::VolumeStatus) -> Right {
+pub(super) fn right_of(status: &kibo_crds::volume::VolumeStatus) -> Right {
     status.right()
 }
 
-fn demand(
+pub(super) fn demand(
     sight: &Sight<'_>,
     draft: &Draft<'_>,
     request: &PowerRequest,

@@ -10,6 +10,7 @@ pub(super) mod idle;
 mod lost;
 pub(super) mod running;
 mod stranded;
+pub(super) mod transfer;
 
 use kibo_crds::{
     Epoch, Incarnation, InstanceId, MoveState, MoveStatus, NodeId, WORKSPACE_FINALIZER, Workspace,
@@ -61,6 +62,11 @@ pub enum Action {
     ReleaseVolume(String),
     /// Keep a record and let the object go.
     Bury,
+    /// For the transfer that somebody asked for by this id.
+    Transfer {
+        id: InstanceId,
+        step: transfer::Step,
+    },
 }
 
 impl Action {
@@ -76,7 +82,7 @@ impl Action {
             Self::UnbindVolume => Some("before-unbind-volume"),
             Self::ReleaseVolume(_) => Some("before-release-volume"),
             Self::Bury => Some("before-bury"),
-            Self::Rest | Self::AddFinalizer | Self::Go | Self::Settle { .. } => None,
+            Self::Rest | Self::AddFinalizer | Self::Go | Self::Settle { .. } | Self::Transfer { .. } => None,
         }
     }
 }
@@ -140,6 +146,7 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
         draft.node_is_reachable(reachable);
     }
     let moving = advance_move(sight, &mut draft, is_deleting);
+    let transfer = transfer::advance(sight, &mut draft, is_deleting);
     let mut decision = match (is_deleting, draft.status.execution.clone()) {
         (true, execution) => delete::decide(sight, draft, execution),
         (false, Some(execution)) => running::decide(sight, draft, &execution),
@@ -152,6 +159,9 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
             }
         }
         moving => decision.moving = moving,
+    }
+    if let Some(action) = transfer.filter(|_| decision.action == Action::Rest) {
+        decision.action = action;
     }
     decision
 }
@@ -181,7 +191,7 @@ fn advance_move(sight: &Sight<'_>, draft: &mut Draft<'_>, is_deleting: bool) -> 
         image: layer.map(|layer| (layer.pool.clone(), layer.size)),
         right: draft.status.right(),
         is_deleting,
-        in_use: draft.status.execution.is_some(),
+        in_use: draft.status.execution.is_some() || crate::transfer::is_open(draft.status.transfer.as_ref()),
         heard: sight.cluster.heard(&uid),
         cluster: sight.cluster,
         now: sight.now.clone(),

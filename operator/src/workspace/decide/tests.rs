@@ -2,6 +2,7 @@
 //! become, and [`walk`] strings decisions together and dies between any two of them.
 
 mod ends;
+mod transfers;
 mod walk;
 mod wishes;
 
@@ -41,6 +42,7 @@ pub(super) struct Facts {
     room: Option<Bytes>,
     /// Of pools; one that is not here has node a.
     members: Vec<(PoolId, Vec<NodeId>)>,
+    transfer: Option<crate::transfer::Wish>,
 }
 
 impl Cluster for Facts {
@@ -84,6 +86,10 @@ impl Cluster for Facts {
     fn was_told(&self, instance: InstanceId) -> bool {
         self.told.contains(&instance)
     }
+
+    fn transfer(&self, _: &str) -> Option<crate::transfer::Wish> {
+        self.transfer.clone()
+    }
 }
 
 pub(super) fn node(name: &str) -> NodeId {
@@ -126,6 +132,7 @@ pub(super) fn workspace() -> Workspace {
             node_selector: BTreeMap::default(),
             network: None,
             r#move: None,
+            import: None,
             annotations: BTreeMap::default(),
         },
     );

@@ -17,6 +17,7 @@ use std::{
 };
 
 use clap::Args;
+pub use progress::Progress;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::check_available;
@@ -107,19 +108,19 @@ pub async fn copy(cluster: &Cluster, args: Copy) -> Result<()> {
 }
 
 /// The signals that end a copy; what is half is taken away before the program ends.
-struct Interrupt {
+pub struct Interrupt {
     signals: [Signal; 3],
 }
 
 impl Interrupt {
-    fn listen() -> Result<Self> {
+    pub fn listen() -> Result<Self> {
         let kinds = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
         let [interrupt, terminate, hangup] = kinds.map(signal);
         Ok(Self { signals: [interrupt?, terminate?, hangup?] })
     }
 
     /// Does something unless a signal comes first.
-    async fn or<T>(&mut self, doing: impl Future<Output = Result<T>>) -> Result<T> {
+    pub async fn or<T>(&mut self, doing: impl Future<Output = Result<T>>) -> Result<T> {
         let [interrupt, terminate, hangup] = &mut self.signals;
         tokio::select! {
             done = doing => return done,
@@ -138,7 +139,7 @@ async fn running(cluster: &Cluster, workspace: &str) -> Result<Subject> {
 }
 
 /// A local failure, with its path.
-fn local(what: &str, path: &Path, error: &io::Error) -> Error {
+pub fn local(what: &str, path: &Path, error: &io::Error) -> Error {
     let kind = match error.kind() {
         io::ErrorKind::NotFound => Kind::NotFound,
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => Kind::NotPermitted,

@@ -246,6 +246,7 @@ impl Sim {
                 let used = self.node.confirm_not_taken(VOLUME_UID, holder.epoch.0);
                 self.volume_word(holder.epoch, used)?;
             }
+            Action::Transfer { step, .. } => panic!("nobody asks for a transfer here: {step:?}"),
             Action::ReleaseVolume(name) => panic!("it has one Volume alone, and not {name}"),
             Action::Settle { object: Object::Layer, .. } => panic!("the layer's grant and the execution are one write"),
             Action::DeleteLayer { holder } => {
