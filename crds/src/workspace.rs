@@ -57,8 +57,8 @@ use crate::{
         .message("writableLayer.size can only grow: it is absolute, and not smaller than the layer that there is")
         .reason(Reason::FieldValueInvalid)
         .field_path(".spec.writableLayer.size"),
-    validation = Rule::new("(has(self.spec.volume) == has(oldSelf.spec.volume) && (!has(self.spec.volume) || self.spec.volume == oldSelf.spec.volume)) || !(has(self.status) && has(self.status.execution))")
-        .message("volume can change only while the Workspace holds no execution: stop it first")
+    validation = Rule::new("(has(self.spec.volume) == has(oldSelf.spec.volume) && (!has(self.spec.volume) || self.spec.volume == oldSelf.spec.volume)) || (!(has(self.status) && has(self.status.execution)) && (!has(self.spec.__import__) || (has(self.status) && has(self.status.imported) && self.status.imported)))")
+        .message("volume can change only while the Workspace holds no execution, and not before its import is complete: stop it first")
         .reason(Reason::FieldValueForbidden)
         .field_path(".spec.volume"),
     validation = Rule::new("(has(self.spec.network) == has(oldSelf.spec.network) && (!has(self.spec.network) || self.spec.network == oldSelf.spec.network)) || !(has(self.status) && has(self.status.execution))")

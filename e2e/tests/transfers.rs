@@ -151,7 +151,7 @@ async fn there_and_back(place: Arc<Place>) -> Result<()> {
     daemon.all_reached(&["export-reading"], LIMIT).await?;
     ensure!(!scene.files().contains("w.kibo") && scene.files().len() == 1, "{:?}", scene.files());
     let start = place.kibo(&["workspace", "start", "w"]).await?;
-    ensure!(start.code != 0 && start.stderr.contains(&format!("exports it by node {}", scene.node)), "{start:?}");
+    ensure!(start.code == 13 && start.stderr.contains(&format!("exports it by node {}", scene.node)), "{start:?}");
     let again = place.kibo(&["transfer", "export", "w", "--to", &scene.path("again")]).await?;
     ensure!(again.code == 13 && again.stderr.contains("is exporting or importing it"), "{again:?}");
     let moved = place.kibo(&["storage-pool", "move", "workspace/w", "--to", "elsewhere"]).await?;
@@ -174,7 +174,7 @@ async fn there_and_back(place: Arc<Place>) -> Result<()> {
     let mut import = Program::start(place.kibo_command(&["transfer", "import", &archive, "--name", "half"]))?;
     daemon.all_reached(&["import-writing"], LIMIT).await?;
     let start = place.kibo(&["workspace", "start", "half"]).await?;
-    ensure!(start.code != 0 && start.stderr.contains("makes its disks from an archive"), "{start:?}");
+    ensure!(start.code == 13 && start.stderr.contains("makes its disks from an archive"), "{start:?}");
     import.signal(rustix::process::Signal::INT)?;
     ensure!(import.ended().await? == 130, "{}", import.stderr());
     daemon.clear()?;

@@ -46,7 +46,7 @@ pub struct Export {
 pub async fn run(cluster: &Cluster, args: Export) -> Result<()> {
     let mut interrupt = Interrupt::listen()?;
     let (_, subject) = interrupt.or(target::fetch(cluster, &args.workspace)).await?;
-    let mut sink = interrupt.or(args.to.create(&args.store)).await?;
+    let mut sink = super::make(&mut interrupt, args.to.create(&args.store), Sink::abort).await?;
     let progress = Progress::begin(&args.to.to_string(), args.quiet);
     let done = interrupt.or(receive(cluster, &subject, &mut sink, &progress)).await;
     if let Err(error) = done {

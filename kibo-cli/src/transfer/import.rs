@@ -16,7 +16,7 @@ use kube::{
 };
 
 use super::{
-    StoreArgs,
+    CLEAN_UP_FOR, StoreArgs,
     location::{Location, Source},
 };
 use crate::{
@@ -33,8 +33,6 @@ use crate::{
     },
 };
 
-/// How long a Workspace that came to nothing is tried to be taken away, while the cluster does not answer.
-const CLEAN_UP_FOR: Duration = Duration::from_secs(30);
 const CLEAN_UP_EVERY: Duration = Duration::from_millis(500);
 
 #[derive(Args, Debug)]
@@ -69,7 +67,9 @@ pub async fn run(cluster: &Cluster, args: Import) -> Result<()> {
     let mut source = interrupt.or(args.source.read(&args.store)).await?;
     let (prefix, beginning) = interrupt.or(read_prefix(&mut source, &args.source)).await?;
     let workspace = made(&prefix, &args)?;
-    let created = interrupt.or(create(cluster, &workspace)).await?;
+    let take_away = async |made: Workspace| give_up(cluster, &made, &target::subject(&made)).await;
+    interrupt.or(check_template(cluster, &workspace.spec.template)).await?;
+    let created = super::make(&mut interrupt, create(cluster, &workspace), take_away).await?;
     let subject = target::subject(&created);
     let progress = Progress::begin(&args.source.to_string(), args.quiet);
     progress.total(source.size);
@@ -107,6 +107,7 @@ fn made(prefix: &Prefix, args: &Import) -> Result<Workspace> {
         return Err(Error::invalid(format!("{name} has the form of an id, so it cannot be a name")));
     }
     let mut spec = spec;
+    spec.r#move = None;
     spec.import = Some(crds::Import { archive: prefix.id(), volume: volume.is_some() });
     spec.writable_layer =
         Some(WritableLayer { size: Some(size(layer)?), pool: args.layer_pool.clone(), request_id: None });
@@ -149,9 +150,7 @@ fn size(bytes: Amount) -> Result<SizeQuantity> {
         .map_err(|error| Error::invalid(format!("the archive has an image of {bytes}: {error}")))
 }
 
-async fn create(cluster: &Cluster, workspace: &Workspace) -> Result<Workspace> {
-    let (name, template) = (workspace.name_any(), &workspace.spec.template);
-    let subject = Subject::namespaced("Workspace", &name, cluster.namespace());
+async fn check_template(cluster: &Cluster, template: &str) -> Result<()> {
     let template = Subject::cluster("Template", template);
     cluster.check_exists::<Template>(&cluster.cluster_wide(), &template).await.map_err(|error| match error.kind {
         Kind::NotFound => Error::new(
@@ -160,15 +159,45 @@ async fn create(cluster: &Cluster, workspace: &Workspace) -> Result<Workspace> {
         )
         .next("create a Template of that name with the same root image"),
         _ => error,
-    })?;
-    let api: Api<Workspace> = cluster.namespaced(cluster.namespace());
-    api.create(&PostParams::default(), workspace).await.map_err(|error| match error {
-        kube::Error::Api(status) if status.is_already_exists() => {
-            Error::new(Kind::Aborted, format!("{subject} already exists"))
-                .next("give the new one another name: --name NAME")
-        }
-        error => crate::errors::from_kube(error, &subject),
     })
+}
+
+async fn create(cluster: &Cluster, workspace: &Workspace) -> Result<Workspace> {
+    let subject = Subject::namespaced("Workspace", &workspace.name_any(), cluster.namespace());
+    let api: Api<Workspace> = cluster.namespaced(cluster.namespace());
+    let error = match api.create(&PostParams::default(), workspace).await {
+        Ok(created) => return Ok(created),
+        Err(error) => error,
+    };
+    match error {
+        kube::Error::Api(status) if status.is_already_exists() => {
+            Err(Error::new(Kind::Aborted, format!("{subject} already exists"))
+                .next("give the new one another name: --name NAME"))
+        }
+        kube::Error::Api(status) if status.code < 500 => {
+            Err(crate::errors::from_kube(kube::Error::Api(status), &subject))
+        }
+        // The answer is lost, and the Workspace may be there.
+        error => match tokio::time::timeout(CLEAN_UP_FOR, created_all_the_same(&api, workspace)).await {
+            Ok(Some(created)) => Ok(created),
+            Ok(None) => Err(crate::errors::from_kube(error, &subject)),
+            Err(_) => Err(crate::errors::from_kube(error, &subject)
+                .next(format!("it may be there, without its disks: then delete it: {}", subject.command("delete")))),
+        },
+    }
+}
+
+/// The Workspace of this request, and no other one of its name.
+async fn created_all_the_same(api: &Api<Workspace>, workspace: &Workspace) -> Option<Workspace> {
+    let request = |workspace: &Workspace| workspace.spec.power.as_ref().and_then(|power| power.request_id.clone());
+    loop {
+        match api.get_opt(&workspace.name_any()).await {
+            Ok(found) => {
+                return found.filter(|it| it.spec.import == workspace.spec.import && request(it) == request(workspace));
+            }
+            Err(_) => tokio::time::sleep(CLEAN_UP_EVERY).await,
+        }
+    }
 }
 
 async fn send(

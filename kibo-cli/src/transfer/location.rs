@@ -61,7 +61,7 @@ impl Location {
     pub async fn read(&self, store: &StoreArgs) -> Result<Source> {
         match self {
             Self::File(path) => file::read(path).await,
-            Self::S3 { bucket, key } => Bucket::open(bucket, store)?.read(key).await,
+            Self::S3 { bucket, key } => Bucket::read(bucket, key, store).await,
         }
     }
 
@@ -69,7 +69,7 @@ impl Location {
     pub async fn create(&self, store: &StoreArgs) -> Result<Sink> {
         Ok(match self {
             Self::File(path) => Sink::File(FileSink::create(path).await?),
-            Self::S3 { bucket, key } => Sink::S3(Bucket::open(bucket, store)?.create(key).await?),
+            Self::S3 { bucket, key } => Sink::S3(Bucket::create(bucket, key, store).await?),
         })
     }
 }

@@ -9,10 +9,15 @@ mod import;
 mod location;
 mod s3;
 
+use std::{pin::pin, time::Duration};
+
 use clap::{Args, Subcommand};
 use kibo_crds::{TransferState, TransferStatus};
 
-use crate::{client::Cluster, errors::Result, output::words::enum_word};
+use crate::{client::Cluster, errors::Result, output::words::enum_word, workspace::stream::cp::Interrupt};
+
+/// How long what came to nothing is tried to be taken away, while its cluster or store does not answer.
+const CLEAN_UP_FOR: Duration = Duration::from_secs(30);
 
 #[derive(Subcommand, Debug)]
 pub enum Command {
@@ -34,6 +39,24 @@ pub async fn run(cluster: &Cluster, command: Command) -> Result<()> {
     match command {
         Command::Export(args) => export::run(cluster, args).await,
         Command::Import(args) => import::run(cluster, *args).await,
+    }
+}
+
+/// Makes something unless a signal comes first. What is on its way then is waited for, and taken away again.
+async fn make<T>(
+    interrupt: &mut Interrupt,
+    making: impl Future<Output = Result<T>>,
+    take_away: impl AsyncFnOnce(T),
+) -> Result<T> {
+    let mut making = pin!(making);
+    match interrupt.or(async { Ok(making.as_mut().await) }).await {
+        Ok(made) => made,
+        Err(interrupted) => {
+            if let Ok(Ok(made)) = tokio::time::timeout(CLEAN_UP_FOR, making).await {
+                take_away(made).await;
+            }
+            Err(interrupted)
+        }
     }
 }
 

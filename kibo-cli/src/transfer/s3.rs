@@ -5,8 +5,8 @@ use std::{collections::VecDeque, time::Duration};
 use bytes::Bytes;
 use futures::StreamExt as _;
 use object_store::{
-    MultipartUpload, ObjectStoreExt as _, PutPayload, RetryConfig,
-    aws::{AmazonS3, AmazonS3Builder},
+    ClientConfigKey, MultipartUpload, ObjectStoreExt as _, PutPayload, RetryConfig,
+    aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey},
     path::Path,
 };
 use tokio::task::JoinSet;
@@ -22,7 +22,38 @@ const SMALLEST_PART: u64 = 8 << 20;
 const PARTS: u64 = 9_000;
 /// Parts on their way at once.
 const AT_ONCE: usize = 4;
-const RETRY_FOR: Duration = Duration::from_secs(30);
+/// One after the other; a store that is not there is reported after seconds.
+const RETRIES: usize = 6;
+
+/// What a bucket is used for. An archive takes as long as it takes: limits are on silence, not on the whole of a request.
+#[derive(Clone, Copy)]
+enum Use {
+    /// One request, whose body is read at the pace of a node. It is taken up again where it broke, however late.
+    Read,
+    /// One request for each part, and one that has the store put them together.
+    Write,
+}
+
+impl Use {
+    /// For the next bytes; when writing, for a part and its answer.
+    fn silence(self) -> Duration {
+        Duration::from_secs(match self {
+            Self::Read => 60,
+            Self::Write => 15 * 60,
+        })
+    }
+
+    /// From the begin of a request on. One that is written is repeated as it was signed, which holds for a quarter of an hour.
+    fn retry_for(self) -> Duration {
+        match self {
+            Self::Read => NEVER,
+            Self::Write => Duration::from_secs(10 * 60),
+        }
+    }
+}
+
+/// Longer than any transfer.
+const NEVER: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
 pub struct Bucket {
     store: AmazonS3,
@@ -50,11 +81,18 @@ fn failed(what: &str, object: &str, error: &object_store::Error) -> Error {
 }
 
 impl Bucket {
-    pub fn open(name: &str, args: &StoreArgs) -> Result<Self> {
+    fn open(name: &str, args: &StoreArgs, what_for: Use) -> Result<Self> {
         // The HTTP client of the store takes the one that the program has; the cluster's client brings its own.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        let retry = RetryConfig { max_retries: 3, retry_timeout: RETRY_FOR, ..RetryConfig::default() };
-        let mut builder = AmazonS3Builder::from_env().with_bucket_name(name).with_retry(retry);
+        let retry = RetryConfig { max_retries: RETRIES, retry_timeout: what_for.retry_for(), ..RetryConfig::default() };
+        let limit = |key, limit: Duration| (AmazonS3ConfigKey::Client(key), format!("{}s", limit.as_secs()));
+        let (whole, silence) =
+            (limit(ClientConfigKey::Timeout, NEVER), limit(ClientConfigKey::ReadTimeout, what_for.silence()));
+        let mut builder = AmazonS3Builder::from_env()
+            .with_bucket_name(name)
+            .with_retry(retry)
+            .with_config(whole.0, whole.1)
+            .with_config(silence.0, silence.1);
         let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let known = || variable("AWS_ENDPOINT_URL_S3").or_else(|| variable("AWS_ENDPOINT_URL"));
         if let Some(endpoint) = args.s3_endpoint.clone().or_else(known) {
@@ -71,32 +109,47 @@ impl Bucket {
         Ok((path, name))
     }
 
-    pub async fn read(&self, key: &str) -> Result<Source> {
-        let (path, name) = self.object(key)?;
-        let found = self.store.get(&path).await.map_err(|error| failed("cannot read", &name, &error))?;
+    pub async fn read(bucket: &str, key: &str, args: &StoreArgs) -> Result<Source> {
+        let bucket = Self::open(bucket, args, Use::Read)?;
+        let (path, name) = bucket.object(key)?;
+        let found = bucket.store.get(&path).await.map_err(|error| failed("cannot read", &name, &error))?;
         let size = found.meta.size;
         let pieces = found.into_stream().map(move |piece| piece.map_err(|error| failed("cannot read", &name, &error)));
         Ok(Source { pieces: pieces.boxed(), size })
     }
 
-    pub async fn create(&self, key: &str) -> Result<Upload> {
-        let (path, name) = self.object(key)?;
-        match self.store.head(&path).await {
-            Err(object_store::Error::NotFound { .. }) => {}
-            Err(error) => return Err(failed("cannot write", &name, &error)),
-            Ok(_) => {
-                return Err(Error::new(Kind::FailedPrecondition, format!("{name} exists already"))
-                    .next("give another key, or remove it: an archive replaces nothing"));
-            }
+    pub async fn create(bucket: &str, key: &str, args: &StoreArgs) -> Result<Upload> {
+        let bucket = Self::open(bucket, args, Use::Write)?;
+        let (path, name) = bucket.object(key)?;
+        bucket.is_free(&path, &name).await?;
+        let upload = bucket.store.put_multipart(&path).await.map_err(|error| failed("cannot write", &name, &error))?;
+        Ok(Upload {
+            upload,
+            bucket,
+            path,
+            name,
+            part: SMALLEST_PART,
+            pieces: VecDeque::new(),
+            gathered: 0,
+            sending: JoinSet::new(),
+        })
+    }
+
+    async fn is_free(&self, path: &Path, name: &str) -> Result<()> {
+        match self.store.head(path).await {
+            Err(object_store::Error::NotFound { .. }) => Ok(()),
+            Err(error) => Err(failed("cannot write", name, &error)),
+            Ok(_) => Err(Error::new(Kind::FailedPrecondition, format!("{name} exists already"))
+                .next("give another key, or remove it: an archive replaces nothing")),
         }
-        let upload = self.store.put_multipart(&path).await.map_err(|error| failed("cannot write", &name, &error))?;
-        Ok(Upload { upload, name, part: SMALLEST_PART, pieces: VecDeque::new(), gathered: 0, sending: JoinSet::new() })
     }
 }
 
 /// An upload in parts: the object is there when it is completed, or not at all.
 pub struct Upload {
     upload: Box<dyn MultipartUpload>,
+    bucket: Bucket,
+    path: Path,
     name: String,
     /// Size of a part; the last one is smaller.
     part: u64,
@@ -161,6 +214,8 @@ impl Upload {
         while !self.sending.is_empty() {
             self.sent().await?;
         }
+        // Somebody else may have been faster.
+        self.bucket.is_free(&self.path, &self.name).await?;
         self.upload.complete().await.map(drop).map_err(|error| self.failed(&error))
     }
 

@@ -321,7 +321,7 @@ fn kind_of(reason: &str) -> Kind {
         "Unavailable" | "NodeUnreachable" | "NodeRestarted" => Kind::Unavailable,
         "HolderUnreachable" | "HolderConflict" | "VolumeInUse" | "VolumeNameTaken" | "VolumeDeleting"
         | "VolumeLost" | "StoragePoolLost" | "VolumeOutOfReach" | "NoPoolMember" | "RunsElsewhere" | "NoExecution"
-        | "Deleting" => Kind::FailedPrecondition,
+        | "Deleting" | "Transferring" | "ImportPending" | "Importing" | "ImportFailed" => Kind::FailedPrecondition,
         "Superseded" => Kind::Aborted,
         "InvalidAmounts" => Kind::InvalidArgument,
         reason if reason.ends_with("NotFound") => Kind::NotFound,

@@ -23,6 +23,8 @@ use crate::{
 /// Pieces on their way in each direction.
 const PIECES: usize = 8;
 const PIECE: usize = 64 << 10;
+/// At once on one node: each has a thread, of which there are not many more for everything else.
+const MOST: usize = 64;
 
 /// All transfers of this node.
 pub struct Transfers {
@@ -74,10 +76,15 @@ impl Transfers {
     }
 
     /// From now on it can be stopped; dropped, it has ended.
-    fn begin(self: &Arc<Self>, disks: &Disks) -> Begun {
+    fn begin(self: &Arc<Self>, disks: &Disks) -> Result<Begun, StreamError> {
         let (number, stop) = (rand::random(), CancellationToken::new());
-        self.lock().push(Running { number, grants: disks.grants(), stop: stop.clone() });
-        Begun { transfers: Arc::clone(self), number, stop }
+        let mut running = self.lock();
+        if running.len() >= MOST {
+            let message = format!("{MOST} transfers run on this node, which are the most: try again when one is over");
+            return Err(StreamError { failure: v1::StreamFailure::TooMany, message });
+        }
+        running.push(Running { number, grants: disks.grants(), stop: stop.clone() });
+        Ok(Begun { transfers: Arc::clone(self), number, stop })
     }
 }
 
@@ -131,7 +138,7 @@ pub fn export<I: InstanceControl>(
     let description: Description =
         serde_json::from_slice(&request.description).map_err(|error| invalid("description", &error))?;
     let pools = Arc::clone(&node.pools);
-    Ok(begin(node, disks, move |disks, stop, _, to| pools.export(disks, description, &taker, stop, to)))
+    begin(node, disks, move |disks, stop, _, to| pools.export(disks, description, &taker, stop, to))
 }
 
 /// Begins to make disks out of an archive.
@@ -142,15 +149,15 @@ pub fn import<I: InstanceControl>(
 ) -> Result<Transfer, StreamError> {
     let disks = disks(request.layer.as_ref(), request.volume.as_ref())?;
     let pools = Arc::clone(&node.pools);
-    Ok(begin(node, disks, move |disks, stop, from, _| pools.import(disks, &request.archive, &taker, stop, from)))
+    begin(node, disks, move |disks, stop, from, _| pools.import(disks, &request.archive, &taker, stop, from))
 }
 
 fn begin<I: InstanceControl>(
     node: &Node<I>,
     disks: Disks,
     work: impl FnOnce(&Disks, &CancellationToken, Input, Output) -> Result<(), TransferError> + Send + 'static,
-) -> Transfer {
-    let begun = node.transfers.begin(&disks);
+) -> Result<Transfer, StreamError> {
+    let begun = node.transfers.begin(&disks)?;
     let stop = begun.stop.clone();
     let ((input, from), (to, output)) = (mpsc::channel(PIECES), mpsc::channel(PIECES));
     tokio::task::spawn_blocking(move || {
@@ -167,7 +174,7 @@ fn begin<I: InstanceControl>(
             Err(error) => ExecOutput::Failed(error.into()),
         });
     });
-    Transfer { stream: ExecStream { input, output }, stop }
+    Ok(Transfer { stream: ExecStream { input, output }, stop })
 }
 
 /// What is read from an archive's sender.

@@ -43,6 +43,8 @@ pub struct Carries {
     pub terminal: bool,
     /// Signals do.
     pub signals: bool,
+    /// A client that takes or gives nothing for so long is taken for gone, since others wait for what its stream holds.
+    pub patience: Option<Duration>,
     /// What the client should do when the leader changes.
     pub when_leader_changes: &'static str,
 }
@@ -216,7 +218,11 @@ impl ToClient {
 
     /// Waits until the client has taken the message; none: it is gone.
     async fn send(&mut self, message: Message) -> Option<()> {
-        self.sink.send(message).await.ok()
+        let sent = self.sink.send(message);
+        match self.carries.patience {
+            Some(patience) => timeout(patience, sent).await.ok()?.ok(),
+            None => sent.await.ok(),
+        }
     }
 }
 
@@ -231,7 +237,11 @@ enum Gone {
 async fn take_input(source: &mut SplitStream<WebSocket>, protocol: Protocol, carries: Carries, input: &Input) -> Gone {
     let mut open = carries.input;
     loop {
-        let message = match source.next().await {
+        let message = match carries.patience.filter(|_| open) {
+            Some(patience) => timeout(patience, source.next()).await.unwrap_or(None),
+            None => source.next().await,
+        };
+        let message = match message {
             None | Some(Err(_) | Ok(Message::Close(_))) => return Gone::Closed,
             Some(Ok(Message::Ping(_) | Message::Pong(_))) => continue,
             Some(Ok(Message::Text(_))) => return Gone::Wrong(remote_command::ProtocolError::Text.to_string()),

@@ -97,6 +97,7 @@ impl GuestStream for ExecOptions {
             stderr: self.stderr && self.terminal.is_none(),
             terminal: self.terminal.is_some(),
             signals: true,
+            patience: None,
             when_leader_changes: "the command was ended, run it again",
         }
     }

@@ -3,6 +3,8 @@
 //! The stream comes from a node whether the Workspace's guest runs or not; before it is asked for, the disks are granted
 //! for it, so that nobody else uses them meanwhile.
 
+use std::time::Duration;
+
 use axum::{
     Extension,
     extract::{Path, State, WebSocketUpgrade, ws::rejection::WebSocketUpgradeRejection},
@@ -43,6 +45,9 @@ pub async fn import(
     serve(server, user, path, &headers, upgrade, TransferKind::Import).await
 }
 
+/// A client that is stopped, or whose file hangs, does not keep the disks for ever.
+const PATIENCE: Duration = Duration::from_secs(5 * 60);
+
 fn carries(kind: TransferKind) -> Carries {
     let is_import = kind == TransferKind::Import;
     let when_leader_changes = if is_import {
@@ -50,7 +55,13 @@ fn carries(kind: TransferKind) -> Carries {
     } else {
         "the export was broken off, export again"
     };
-    Carries { input: is_import, stdout: !is_import, when_leader_changes, ..Carries::default() }
+    Carries {
+        input: is_import,
+        stdout: !is_import,
+        patience: Some(PATIENCE),
+        when_leader_changes,
+        ..Carries::default()
+    }
 }
 
 async fn serve(

@@ -95,6 +95,17 @@ impl Wishes {
         }
     }
 
+    /// Whoever asks for something of another Workspace is told that it is gone.
+    pub fn keep(&self, is_there: impl Fn(&str) -> bool) {
+        self.lock().retain(|uid, known| {
+            let keeps = is_there(uid);
+            if !keeps {
+                known.say.send_replace(Said::Over(Err("the Workspace was deleted".to_owned())));
+            }
+            keeps
+        });
+    }
+
     pub fn refuse(&self, uid: &str, id: InstanceId, refusal: Refusal) {
         self.settle(uid, id, Said::Refused(refusal));
     }

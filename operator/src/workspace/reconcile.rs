@@ -95,7 +95,7 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
     };
     let (template, volume) = (world.template_of(&workspace), world.volume_of(&workspace));
     let sight = sight(world, &workspace, template.as_deref(), volume.as_deref());
-    let Decision { outcome, action, moving } = decide::decide(&sight);
+    let Decision { outcome, action, moving, word } = decide::decide(&sight);
     let (mut workspace, mut wrote, mut unsaid) = (workspace, false, None);
     if let Some(status) = outcome.status {
         let is_first_start = matches!(action, Action::Start(_)) && workspace.status.is_none();
@@ -145,6 +145,9 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
         }
         None => Step::Rest,
     };
+    if let Some(word) = word {
+        Box::pin(act(world, &workspace, template.as_deref(), volume.as_deref(), word)).await?;
+    }
     let step = act(world, &workspace, template.as_deref(), volume.as_deref(), action).await?;
     let step = if matches!(step, Step::Rest) && !wrote { moves } else { step };
     if let Some(status) = unsaid

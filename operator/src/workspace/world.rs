@@ -290,6 +290,7 @@ impl World {
     pub(super) fn forget(&self, key: &Key) {
         lock(&self.worded).remove(key);
         lock(&self.waiting).remove(key);
+        self.transfers.keep(|uid| self.workspaces.by_uid(uid).is_some());
     }
 
     /// Whether a node that has lived is not connected yet, or not ready to take something.

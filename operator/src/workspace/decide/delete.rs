@@ -32,7 +32,7 @@ pub(super) fn decide(sight: &Sight<'_>, mut draft: Draft<'_>, execution: Option<
         return draft.then(Action::Rest);
     }
     if crate::transfer::is_open(draft.status.transfer.as_ref()) {
-        if let Some(message) = draft.status.transfer.as_ref().and_then(|transfer| transfer.message.clone()) {
+        if let Some(message) = super::transfer::out_of_reach(sight, &draft) {
             draft.wait_for(Wait::node("TransferNotOver", message));
         }
         return draft.then(Action::Rest);

@@ -58,7 +58,7 @@ pub(super) fn decide(sight: &Sight<'_>, mut draft: Draft<'_>) -> Decision {
     if transfer::unfinished(&draft).is_some() {
         return transfer::hold(draft, binding, wants_start.then_some(&request));
     }
-    if let Some(wait) = transfer::stands_in_the_way(&draft).filter(|_| wants_start) {
+    if let Some(wait) = transfer::stands_in_the_way(sight, &draft).filter(|_| wants_start) {
         return blocked(draft, &request, wait, Action::Rest);
     }
     if draft.phase() == WorkspacePhase::Failed && draft.status.reason.as_deref() == Some(UNAVAILABLE) {

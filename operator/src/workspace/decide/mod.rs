@@ -108,11 +108,13 @@ pub struct Decision {
     pub action: Action,
     /// Beside it, for the move of the layer.
     pub moving: Option<moving::Action>,
+    /// Before it, to whoever asked for a transfer.
+    pub word: Option<Action>,
 }
 
 impl Draft<'_> {
     fn then(self, action: Action) -> Decision {
-        Decision { outcome: self.finish(), action, moving: None }
+        Decision { outcome: self.finish(), action, moving: None, word: None }
     }
 }
 
@@ -128,7 +130,7 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
     let is_deleting = workspace.metadata.deletion_timestamp.is_some();
     if !is_ours {
         let action = if is_deleting { Action::Rest } else { Action::AddFinalizer };
-        return Decision { outcome: Outcome::default(), action, moving: None };
+        return Decision { outcome: Outcome::default(), action, moving: None, word: None };
     }
     let mut draft = Draft::new(workspace, sight.now.clone());
     draft.status.id.get_or_insert(sight.fresh_id);
@@ -160,8 +162,10 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
         }
         moving => decision.moving = moving,
     }
-    if let Some(action) = transfer.filter(|_| decision.action == Action::Rest) {
-        decision.action = action;
+    match transfer {
+        Some(action) if decision.action == Action::Rest => decision.action = action,
+        Some(Action::Transfer { id, step }) if step.is_word() => decision.word = Some(Action::Transfer { id, step }),
+        _ => {}
     }
     decision
 }

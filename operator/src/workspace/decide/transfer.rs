@@ -49,6 +49,11 @@ pub enum Step {
 }
 
 impl Step {
+    /// Nothing but a word to whoever asked: never in the way of anything else.
+    pub fn is_word(&self) -> bool {
+        matches!(self, Self::Refuse(_) | Self::Tell(_))
+    }
+
     fn of(self, wish: &Wish) -> Action {
         Action::Transfer { id: wish.id, step: self }
     }
@@ -349,6 +354,12 @@ fn run(sight: &Sight<'_>, draft: &mut Draft<'_>, transfer: &mut TransferStatus, 
     None
 }
 
+/// It is the one that this transfer is of.
+fn is_granted(volume: &Volume, transfer: &TransferStatus) -> bool {
+    let granted = volume.status.as_ref().and_then(|status| status.granted_for.as_ref());
+    granted.is_some_and(|granted| granted.instance_id == transfer.id)
+}
+
 /// All grants stand, or the next one is given.
 fn grant_volume(
     sight: &Sight<'_>,
@@ -360,8 +371,9 @@ fn grant_volume(
     let layer = draft.status.writable_layer.as_ref()?.size;
     let Some(volume) = volume else { return Some(Step::Order(Sizes { layer, volume: None }).of(wish)) };
     let status = volume.status.clone().unwrap_or_default();
-    let is_granted = status.granted_for.as_ref().is_some_and(|granted| granted.instance_id == transfer.id);
-    if is_granted && status.holder.as_ref().is_some_and(|holder| holder.node == transfer.node && !holder.idle) {
+    if is_granted(volume, transfer)
+        && status.holder.as_ref().is_some_and(|holder| holder.node == transfer.node && !holder.idle)
+    {
         let size = crate::workspace::launch::volume_size(volume);
         return Some(Step::Order(Sizes { layer, volume: Some(size) }).of(wish));
     }
@@ -384,7 +396,8 @@ fn complete(
     volume: Option<&Volume>,
 ) -> Option<Action> {
     if let Some(size) = sizes.volume {
-        let Some(volume) = volume else {
+        let is_granted = |volume: &&Volume| is_granted(volume, transfer);
+        let Some(volume) = volume.filter(is_granted) else {
             give_up(transfer, "VolumeGone", "the Volume was taken away before the import was complete");
             return None;
         };
@@ -411,16 +424,10 @@ fn end(sight: &Sight<'_>, draft: &mut Draft<'_>, transfer: &mut TransferStatus) 
         if can_ask(sight, &holder) {
             return Some(Action::Settle { object: Object::Layer, holder });
         }
-        if !sight.cluster.is_settling() && transfer.reason.is_none() {
-            transfer.message = Some(waits_for("the writable layer", &holder.node));
-        }
         return None;
     }
     transfer.finished_at = Some(sight.now.clone());
     transfer.state = if transfer.reason.is_some() { TransferState::Failed } else { TransferState::Finished };
-    if transfer.reason.is_none() {
-        transfer.message = None;
-    }
     if transfer.kind == TransferKind::Import && transfer.state == TransferState::Failed {
         draft.notices.push(Notice::warning(IMPORT_FAILED, transfer.message.as_deref().unwrap_or_default()));
     }
@@ -460,13 +467,25 @@ pub(super) fn unfinished(draft: &Draft<'_>) -> Option<(WorkspacePhase, &'static 
     })
 }
 
+/// The transfer is over but for a node that cannot be asked: what somebody has to do about that.
+pub(super) fn out_of_reach(sight: &Sight<'_>, draft: &Draft<'_>) -> Option<String> {
+    draft.status.transfer.as_ref().filter(|transfer| transfer.state == TransferState::Ending)?;
+    let right = draft.status.right();
+    match right.standing(|node, incarnation| sight.cluster.void(node, incarnation)) {
+        Standing::Held(holder) if !can_ask(sight, &holder) && !sight.cluster.is_settling() => {
+            Some(waits_for("the writable layer", &holder.node))
+        }
+        _ => None,
+    }
+}
+
 /// Why it cannot be started while its disks are transferred.
-pub(super) fn stands_in_the_way(draft: &Draft<'_>) -> Option<Wait> {
+pub(super) fn stands_in_the_way(sight: &Sight<'_>, draft: &Draft<'_>) -> Option<Wait> {
     let transfer = draft.status.transfer.as_ref().filter(|transfer| is_open(Some(transfer)))?;
     let message = match transfer.state {
-        TransferState::Ending => {
+        TransferState::Ending => out_of_reach(sight, draft).unwrap_or_else(|| {
             format!("node {} is being asked to let go of its disks, which were transferred", transfer.node)
-        }
+        }),
         _ => format!("{} exports it by node {}: it can be used when that is over", transfer.user, transfer.node),
     };
     Some(Wait::placement("Transferring", message))
