@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use futures::future::{join_all, try_join_all};
@@ -237,11 +237,12 @@ async fn through_a_store(place: Arc<Place>) -> Result<()> {
     store.ask("s3.create_bucket(Bucket='backups')").await?;
     let objects = "print([o['Key'] for o in s3.list_objects_v2(Bucket='backups').get('Contents', [])])";
     let uploads = "print(len(s3.list_multipart_uploads(Bucket='backups').get('Uploads', [])))";
-    let kibo = |args: &[&str]| {
-        let mut command = place.kibo_command(&[args, &["--s3-endpoint", store.url.as_str()]].concat());
+    let by = |args: &[&str], url: &str| {
+        let mut command = place.kibo_command(&[args, &["--s3-endpoint", url]].concat());
         command.env("AWS_ACCESS_KEY_ID", "test").env("AWS_SECRET_ACCESS_KEY", "test");
         Program::start(command)
     };
+    let kibo = |args: &[&str]| by(args, &store.url);
     let to = "s3://backups/a/w.kibo";
 
     // One that is broken off is not there, and its parts are not either.
@@ -259,13 +260,21 @@ async fn through_a_store(place: Arc<Place>) -> Result<()> {
     let mut export = kibo(&["transfer", "export", "w", "--to", to])?;
     ensure!(export.ended().await? == 0, "{}", export.stderr());
     ensure!(store.ask(objects).await? == "['a/w.kibo']" && store.ask(uploads).await? == "0");
+    // For longer than stores are mostly given for one request.
+    let (url, _line) = store.slowly(250_000).await?;
+    let begun = Instant::now();
+    let mut slow = by(&["transfer", "import", to, "--name", "slow"], &url)?;
+
     let mut twice = kibo(&["transfer", "export", "w", "--to", to])?;
     ensure!(twice.ended().await? == 13 && twice.stderr().contains("exists already"), "{}", twice.stderr());
     let mut missing = kibo(&["transfer", "import", "s3://backups/none"])?;
     ensure!(missing.ended().await? == 12, "{}", missing.stderr());
     let mut import = kibo(&["transfer", "import", to, "--name", "copy"])?;
     ensure!(import.ended().await? == 0, "{}", import.stderr());
-    scene.same("w", "copy").await
+    scene.same("w", "copy").await?;
+    ensure!(slow.ended().await? == 0, "{}", slow.stderr());
+    ensure!(begun.elapsed() > Duration::from_secs(33), "it was no slow one: {:?}", begun.elapsed());
+    scene.same("w", "slow").await
 }
 
 /// Each of as many transfers as there are points waits at another one.

@@ -6,8 +6,11 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use tokio::net::TcpStream;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, copy};
+use tokio::net::{TcpListener as AsyncListener, TcpStream};
 use tokio::process::{Child, Command};
+use tokio::task::JoinSet;
+use tokio::time::{MissedTickBehavior, interval};
 
 use super::wait::eventually;
 
@@ -47,6 +50,23 @@ impl ObjectStore {
         Ok(Self { _server: server, packages, url: format!("http://{address}") })
     }
 
+    /// The same store behind a line that gives this many bytes in a second, as long as what comes with it is there.
+    pub async fn slowly(&self, bytes: usize) -> Result<(String, JoinSet<()>)> {
+        let listener = AsyncListener::bind("127.0.0.1:0").await?;
+        let url = format!("http://{}", listener.local_addr()?);
+        let address = self.url.trim_start_matches("http://").to_owned();
+        let mut line = JoinSet::new();
+        line.spawn(async move {
+            let mut connections = JoinSet::new();
+            while let Ok((client, _)) = listener.accept().await {
+                let address = address.clone();
+                // Who breaks off is none of the line's business.
+                connections.spawn(async move { drop(carry_slowly(client, &address, bytes).await) });
+            }
+        });
+        Ok((url, line))
+    }
+
     /// Asks it, with a line of Python that knows `s3`, and gives what that prints.
     pub async fn ask(&self, line: &str) -> Result<String> {
         let client = "import boto3; s3 = boto3.client('s3', endpoint_url=URL, region_name='us-east-1', \
@@ -57,4 +77,23 @@ impl ObjectStore {
         ensure!(output.status.success(), "{line}: {said} {}", String::from_utf8_lossy(&output.stderr));
         Ok(said)
     }
+}
+
+async fn carry_slowly(mut client: TcpStream, address: &str, bytes: usize) -> Result<()> {
+    let mut store = TcpStream::connect(address).await?;
+    let ((mut from_client, mut to_client), (mut from_store, mut to_store)) = (client.split(), store.split());
+    let down = async {
+        let mut piece = vec![0; (bytes / 10).max(1)];
+        let mut pace = interval(Duration::from_millis(100));
+        pace.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            pace.tick().await;
+            match from_store.read(&mut piece).await? {
+                0 => return to_client.shutdown().await,
+                length => to_client.write_all(&piece[..length]).await?,
+            }
+        }
+    };
+    tokio::try_join!(copy(&mut from_client, &mut to_store), down)?;
+    Ok(())
 }

@@ -198,7 +198,10 @@ impl Next<'_> {
             return self.end(status, MoveState::Finished, "AlreadyThere", "it is there");
         }
         if sight.in_use {
-            let message = format!("{} is in use: stop the Workspace first, then ask again", sight.name);
+            let message = format!(
+                "{} is in use: stop the Workspace first, or let its export or import end; then ask again",
+                sight.name
+            );
             return self.fail(status, "InUse", message);
         }
         if let Some(lost) = self.lost(status, &from) {

@@ -193,3 +193,63 @@ fn the_volume_of_an_import_that_did_not_complete_goes_with_it_and_another_one_do
     (status.imported, status.writable_layer) = (true, None);
     assert_eq!(delete(&whole, &made_for), Action::UnbindVolume);
 }
+
+#[test]
+fn a_node_that_vanishes_in_the_middle_is_named_with_the_way_out() {
+    let (mut workspace, mut wish) = exporting();
+    wish.ended = Some(Err("the connection to node a was lost".into()));
+    workspace.spec.power = Some(request(PowerState::Running, "r2"));
+    let away = Facts { sessions: Vec::new(), ..wished_all(&wished(&wish)) };
+    let start = look(&workspace, &away);
+    let placed = status(&start).conditions.iter().find(|condition| condition.type_ == "Placed").unwrap();
+    assert_eq!(placed.reason, "Transferring");
+    assert!(placed.message.contains("isolate"), "{placed:?}");
+    let mut workspace = stored(&workspace, &start);
+    let why = workspace.status.as_ref().unwrap().transfer.as_ref().unwrap().message.as_deref();
+    assert_eq!(why, Some("the connection to node a was lost"), "and why it failed is not forgotten");
+    workspace.metadata.deletion_timestamp = Some(at(5));
+    let deletion = format!("{:?}", status(&look(&workspace, &away)));
+    assert!(deletion.contains("TransferNotOver") && deletion.contains("isolate"), "{deletion}");
+}
+
+#[test]
+fn a_refusal_is_said_also_while_there_is_something_else_to_do() {
+    let mut never = workspace();
+    never = stored(&never, &look(&never, &online()));
+    let starts = look(&never, &wished(&wish(TransferKind::Export)));
+    assert!(matches!(starts.action, Action::Start(_)), "{:?}", starts.action);
+    assert!(
+        matches!(&starts.word, Some(Action::Transfer { step: Step::Refuse(refusal), .. }) if refusal.reason == "NoImage"),
+        "{:?}",
+        starts.word
+    );
+}
+
+#[test]
+fn another_volume_is_not_taken_for_the_imported_one() {
+    let mut running = imported();
+    running.spec.import = Some(Import { archive: "ab".repeat(32), volume: true });
+    running.spec.volume =
+        Some(serde_json::from_value(serde_json::json!({ "new": { "size": "1Gi" }, "mountPath": "/data" })).unwrap());
+    let sizes = Sizes { volume: Some(Bytes::mib(1024)), ..sizes() };
+    let done = Wish { ordered: Some(sizes), ended: Some(Ok(())), ..wish(TransferKind::Import) };
+    let status = running.status.as_mut().unwrap();
+    status.writable_layer = Some(layer(false));
+    (status.epoch, status.holder) = (Some(Epoch(1)), Some(holder(1, false)));
+    status.transfer = Some(
+        serde_json::from_value(serde_json::json!({
+            "id": done.id, "kind": "Import", "state": "Running", "user": "jane", "node": "a", "incarnation": 1,
+            "epoch": 1, "startedAt": "2026-11-30T00:00:00Z",
+        }))
+        .unwrap(),
+    );
+    let mut bound = volume(Some(UID), Some(UID));
+    let other = look_with(&running, Some(&template()), Some(&bound), &wished(&done));
+    let failed = stored(&running, &other);
+    assert_eq!(transfer(&failed), (TransferState::Ending, Some("VolumeGone")));
+    assert!(!failed.status.unwrap().imported);
+    bound.status.as_mut().unwrap().granted_for =
+        Some(kibo_crds::volume::GrantedFor { workspace_uid: UID.into(), instance_id: done.id });
+    let granted = look_with(&running, Some(&template()), Some(&bound), &wished(&done));
+    assert_eq!(step(&granted), &Step::MakeVolume(Bytes::mib(1024)));
+}
