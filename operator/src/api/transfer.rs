@@ -45,8 +45,9 @@ pub async fn import(
     serve(server, user, path, &headers, upgrade, TransferKind::Import).await
 }
 
-/// A client that is stopped, or whose file hangs, does not keep the disks for ever.
-const PATIENCE: Duration = Duration::from_secs(5 * 60);
+/// A client that is stopped, or whose file hangs, does not keep the disks for ever. Large parts on a slow way to a store take
+/// minutes in which it takes nothing.
+const PATIENCE: Duration = Duration::from_secs(15 * 60);
 
 fn carries(kind: TransferKind) -> Carries {
     let is_import = kind == TransferKind::Import;
