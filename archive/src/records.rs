@@ -105,8 +105,8 @@ impl Progress {
         let current = self.disk().filter(|current| current.code() == disk);
         let current = current.ok_or_else(|| format!("bytes of disk {disk} come out of their order"))?;
         let end = u64::try_from(length).ok().and_then(|length| offset.checked_add(length));
-        let fits = end.is_some_and(|end| end <= self.sizes[self.current] && end % BLOCK == 0);
-        if length == 0 || length > MAX_DATA || offset < self.at || offset % BLOCK != 0 || !fits {
+        let fits = end.is_some_and(|end| end <= self.sizes[self.current] && end.is_multiple_of(BLOCK));
+        if length == 0 || length > MAX_DATA || offset < self.at || !offset.is_multiple_of(BLOCK) || !fits {
             return Err(format!("{length} bytes at byte {offset} of the {} cannot be", current.name()));
         }
         Ok(current)

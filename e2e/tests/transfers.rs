@@ -199,7 +199,7 @@ async fn refusals(scene: &Scene, archive: &str) -> Result<()> {
     let whole = fs::read(archive)?;
     let prefix = Prefix::read(&whole)?.context("it has a beginning")?;
     let mut description = prefix.description.clone();
-    description.spec.template = "nowhere".to_owned();
+    "nowhere".clone_into(&mut description.spec.template);
     let other = [Prefix::new(description)?.bytes(), &whole[prefix.bytes().len()..]].concat();
     let changed = |at: usize| {
         let mut bytes = whole.clone();

@@ -91,12 +91,12 @@ async fn run(cli: Cli) -> Result<u8> {
 
 async fn dispatch(cluster: &Cluster, command: Command) -> Result<u8> {
     match command {
-        Command::Workspace(command) => return workspace::run(cluster, command).await,
+        Command::Workspace(command) => return Box::pin(workspace::run(cluster, command)).await,
         Command::Volume(command) => volume::run(cluster, command).await?,
         Command::Template(command) => template::run(cluster, command).await?,
         Command::Node(command) => node::run(cluster, command).await?,
         Command::StoragePool(command) => storage_pool::run(cluster, command).await?,
-        Command::Transfer(command) => transfer::run(cluster, command).await?,
+        Command::Transfer(command) => Box::pin(transfer::run(cluster, command)).await?,
         Command::Top(command) => top::run(cluster, command).await?,
         Command::Enrollment(command) => enrollment::run(cluster, command).await?,
         Command::Completions { .. } | Command::Version => {}

@@ -60,7 +60,7 @@ impl Drop for Temporary {
 }
 
 impl FileSink {
-    pub async fn create(path: &Path) -> Result<Self> {
+    pub fn create(path: &Path) -> Result<Self> {
         if path.symlink_metadata().is_ok() {
             return Err(exists(path));
         }
@@ -117,18 +117,18 @@ mod tests {
     async fn a_file_gets_its_name_when_it_is_complete_and_replaces_nothing() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("dev.kibo");
-        let mut sink = FileSink::create(&path).await.unwrap();
+        let mut sink = FileSink::create(&path).unwrap();
         sink.write(&Bytes::from_static(b"ab")).await.unwrap();
         assert!(!path.exists() && names(&dir).len() == 1);
         drop(sink);
         assert!(names(&dir).is_empty(), "given up: {:?}", names(&dir));
-        let mut sink = FileSink::create(&path).await.unwrap();
+        let mut sink = FileSink::create(&path).unwrap();
         sink.write(&Bytes::from_static(b"abc")).await.unwrap();
-        let late = FileSink::create(&path).await.unwrap();
+        let late = FileSink::create(&path).unwrap();
         sink.complete().await.unwrap();
         assert_eq!(late.complete().await.unwrap_err().kind, Kind::FailedPrecondition);
         assert_eq!((names(&dir), fs::read(&path).unwrap()), (vec!["dev.kibo".to_owned()], b"abc".to_vec()));
-        assert_eq!(FileSink::create(&path).await.err().unwrap().kind, Kind::FailedPrecondition);
+        assert_eq!(FileSink::create(&path).err().unwrap().kind, Kind::FailedPrecondition);
         let source = read(&path).await.unwrap();
         assert_eq!(source.size, 3);
         assert_eq!(source.pieces.collect::<Vec<_>>().await, [Ok(Bytes::from_static(b"abc"))]);

@@ -69,7 +69,7 @@ pub async fn run(cluster: &Cluster, args: Import) -> Result<()> {
     let workspace = made(&prefix, &args)?;
     let take_away = async |made: Workspace| give_up(cluster, &made, &target::subject(&made)).await;
     interrupt.or(check_template(cluster, &workspace.spec.template)).await?;
-    let created = super::make(&mut interrupt, create(cluster, &workspace), take_away).await?;
+    let created = Box::pin(super::make(&mut interrupt, create(cluster, &workspace), take_away)).await?;
     let subject = target::subject(&created);
     let progress = Progress::begin(&args.source.to_string(), args.quiet);
     progress.total(source.size);

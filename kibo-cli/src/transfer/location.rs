@@ -68,7 +68,7 @@ impl Location {
     /// A place for a new archive; nothing is there under its name before it is complete. What is there is not replaced.
     pub async fn create(&self, store: &StoreArgs) -> Result<Sink> {
         Ok(match self {
-            Self::File(path) => Sink::File(FileSink::create(path).await?),
+            Self::File(path) => Sink::File(FileSink::create(path)?),
             Self::S3 { bucket, key } => Sink::S3(Bucket::create(bucket, key, store).await?),
         })
     }

@@ -38,7 +38,7 @@ pub struct StoreArgs {
 pub async fn run(cluster: &Cluster, command: Command) -> Result<()> {
     match command {
         Command::Export(args) => export::run(cluster, args).await,
-        Command::Import(args) => import::run(cluster, *args).await,
+        Command::Import(args) => Box::pin(import::run(cluster, *args)).await,
     }
 }
 

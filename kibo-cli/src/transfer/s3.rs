@@ -122,9 +122,9 @@ impl Bucket {
         let bucket = Self::open(bucket, args, Use::Write)?;
         let (path, name) = bucket.object(key)?;
         bucket.is_free(&path, &name).await?;
-        let upload = bucket.store.put_multipart(&path).await.map_err(|error| failed("cannot write", &name, &error))?;
+        let parts = bucket.store.put_multipart(&path).await.map_err(|error| failed("cannot write", &name, &error))?;
         Ok(Upload {
-            upload,
+            parts,
             bucket,
             path,
             name,
@@ -147,7 +147,7 @@ impl Bucket {
 
 /// An upload in parts: the object is there when it is completed, or not at all.
 pub struct Upload {
-    upload: Box<dyn MultipartUpload>,
+    parts: Box<dyn MultipartUpload>,
     bucket: Bucket,
     path: Path,
     name: String,
@@ -186,7 +186,7 @@ impl Upload {
         }
         self.gathered = 0;
         let part: PutPayload = self.pieces.drain(..).collect();
-        self.sending.spawn(self.upload.put_part(part));
+        self.sending.spawn(self.parts.put_part(part));
         Ok(())
     }
 
@@ -216,12 +216,12 @@ impl Upload {
         }
         // Somebody else may have been faster.
         self.bucket.is_free(&self.path, &self.name).await?;
-        self.upload.complete().await.map(drop).map_err(|error| self.failed(&error))
+        self.parts.complete().await.map(drop).map_err(|error| self.failed(&error))
     }
 
     pub async fn abort(mut self) {
         self.sending.shutdown().await;
-        if let Err(error) = self.upload.abort().await {
+        if let Err(error) = self.parts.abort().await {
             remark(&format!("the parts of {} that were uploaded could not be removed: {}", self.name, root(&error)));
         }
     }

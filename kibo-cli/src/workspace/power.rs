@@ -57,7 +57,7 @@ pub async fn start(cluster: &Cluster, args: Start) -> Result<()> {
         when_unplaceable: Some(args.when_unplaceable.into()),
     };
     let named = args.command.command_id.is_some();
-    submit_and_wait(cluster, &args.workspace, &request, named, args.wait.wanted(), &args.output).await
+    Box::pin(submit_and_wait(cluster, &args.workspace, &request, named, args.wait.wanted(), &args.output)).await
 }
 
 pub async fn stop(cluster: &Cluster, args: Stop) -> Result<()> {
@@ -69,7 +69,7 @@ pub async fn stop(cluster: &Cluster, args: Stop) -> Result<()> {
         when_unplaceable: None,
     };
     let named = args.command.command_id.is_some();
-    submit_and_wait(cluster, &args.workspace, &request, named, args.wait.wanted(), &args.output).await
+    Box::pin(submit_and_wait(cluster, &args.workspace, &request, named, args.wait.wanted(), &args.output)).await
 }
 
 async fn submit_and_wait(
