@@ -33,6 +33,10 @@ pub struct Description {
     pub labels: BTreeMap<String, String>,
     /// Without the requests that were under way.
     pub spec: WorkspaceSpec,
+    /// The root image that the writable layer lies on; on another one its changes make no sense. Absent: the Template was
+    /// gone when it was exported.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub root_image: Option<String>,
     /// Size of the writable layer's image.
     pub layer: Bytes,
     /// Size of the Volume's image; absent: there is none, or it was never made.

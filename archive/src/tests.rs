@@ -16,6 +16,7 @@ fn description(volume: Option<u32>) -> Description {
         origin: Origin { namespace: "team".into(), name: "dev".into(), id: "ws-1".into() },
         labels: [("a".to_owned(), "b".to_owned())].into(),
         spec: serde_json::from_value(serde_json::json!({"template": "t", "volume": binding})).unwrap(),
+        root_image: Some("debian-12".to_owned()),
         layer: Bytes::mib(4),
         volume: volume.map(Bytes::mib),
         data: Bytes::mib(1),

@@ -11,7 +11,7 @@ use crate::{Epoch, Incarnation, InstanceId, NodeId};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Import {
-    /// SHA-256 of the archive's beginning, in hexadecimal digits: no other archive is taken.
+    /// SHA-256 of the archive's beginning, in hexadecimal digits: an archive with another one is not taken.
     #[schemars(regex(pattern = "^[0-9a-f]{64}$"), length(max = 64))]
     pub archive: String,
     /// The archive has the bytes of the Volume too, which `volume.new` asks for.

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use futures::future::{join_all, try_join_all};
-use kibo_archive::Prefix;
+use kibo_archive::{Description, Prefix};
 use kibo_crds::workspace::WorkspacePhase;
 use kibo_crds::{Volume, Workspace};
 use kibo_e2e::local::Component;
@@ -155,7 +155,7 @@ async fn there_and_back(place: Arc<Place>) -> Result<()> {
     let again = place.kibo(&["transfer", "export", "w", "--to", &scene.path("again")]).await?;
     ensure!(again.code == 13 && again.stderr.contains("is exporting or importing it"), "{again:?}");
     let moved = place.kibo(&["storage-pool", "move", "workspace/w", "--to", "elsewhere"]).await?;
-    ensure!(moved.code == 13, "{moved:?}");
+    ensure!(moved.code == 13 && moved.stderr.contains("let its export or import end"), "{moved:?}");
     daemon.clear()?;
     let mut export = export;
     ensure!(export.ended().await? == 0, "{}", export.stderr());
@@ -200,13 +200,18 @@ async fn refusals(scene: &Scene, archive: &str) -> Result<()> {
     let prefix = Prefix::read(&whole)?.context("it has a beginning")?;
     let mut description = prefix.description.clone();
     "nowhere".clone_into(&mut description.spec.template);
-    let other = [Prefix::new(description)?.bytes(), &whole[prefix.bytes().len()..]].concat();
+    let with = |description| -> Result<Vec<u8>> {
+        Ok([Prefix::new(description)?.bytes(), &whole[prefix.bytes().len()..]].concat())
+    };
+    let other = with(description)?;
+    ensure!(prefix.description.root_image.as_deref() == Some("debian-12"), "{:?}", prefix.description);
+    let image = with(Description { root_image: Some("alpine-3".to_owned()), ..prefix.description.clone() })?;
     let changed = |at: usize| {
         let mut bytes = whole.clone();
         bytes[at] ^= 1;
         bytes
     };
-    let cases: [(&str, Vec<u8>, i32, &str); 7] = [
+    let cases: [(&str, Vec<u8>, i32, &str); 8] = [
         ("truncated", whole[..whole.len() - 1].to_vec(), 10, "the archive is truncated"),
         ("beginning", whole[..20].to_vec(), 10, "the archive is truncated"),
         ("altered", changed(whole.len() - 4096), 10, "the archive is damaged"),
@@ -214,6 +219,7 @@ async fn refusals(scene: &Scene, archive: &str) -> Result<()> {
         ("nonsense", b"something else".to_vec(), 10, "is no archive of a Workspace"),
         ("longer", [&whole[..], b"x"].concat(), 10, "behind the end of the archive"),
         ("template", other, 12, "is not in this cluster"),
+        ("image", image, 13, "and the archive's layer lies on \"alpine-3\""),
     ];
     for (name, bytes, code, says) in cases {
         let path = scene.path(name);

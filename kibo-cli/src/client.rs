@@ -187,6 +187,9 @@ fn cause(error: &KubeconfigError) -> String {
     }
 }
 
+/// What the operator serves behind the cluster's API server.
+pub const AGGREGATED_API: &str = "/apis/subresources.kibotos.dev/v1alpha1";
+
 /// Which part of a list is asked for.
 #[derive(Args, Clone, Debug, Default)]
 pub struct Paging {

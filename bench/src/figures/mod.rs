@@ -1,13 +1,13 @@
 //! What is measured, a file for each.
 
 mod bare_port;
-mod confirm;
 mod decisions;
 mod fleet;
 mod large;
 mod memory;
 mod moving;
 mod placement;
+mod ratio;
 mod start;
 mod storage;
 mod streams;
@@ -69,7 +69,7 @@ impl Figure {
             Self::Ten => ten::measure(site).await,
             Self::Memory => memory::measure(site).await,
             Self::Writes => writes::measure(site).await,
-            Self::Ratio => confirm::measure(site).await,
+            Self::Ratio => ratio::measure(site).await,
             Self::Streams => streams::measure(site).await,
             Self::Storage => Box::pin(storage::measure(site)).await,
             Self::Takeover => Box::pin(takeover::measure(site)).await,

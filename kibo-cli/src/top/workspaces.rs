@@ -13,7 +13,7 @@ use kube::{Api, ResourceExt as _, api::ListParams};
 use serde::Serialize;
 
 use crate::{
-    client::{Cluster, Listed, Paging, nothing, remark_next_page},
+    client::{AGGREGATED_API, Cluster, Listed, Paging, nothing, remark_next_page},
     errors::{Error, On as _, Result, Subject},
     node::{self, shares},
     output::{
@@ -48,6 +48,8 @@ pub async fn workspaces(cluster: &Cluster, args: Workspaces) -> Result<()> {
     }
     let params = params(args.selector, args.node.as_ref());
     let listed = args.paging.list(&api, params, &Subject::namespaced("Workspace", "", cluster.namespace())).await?;
+    let items: Vec<_> = listed.items.into_iter().filter_map(Running::of).collect();
+    let listed = Listed { items, next_page_token: listed.next_page_token };
     if listed.items.is_empty() {
         remark(&nothing("running Workspaces", cluster, everywhere));
     }
@@ -69,7 +71,7 @@ fn params(selector: Option<String>, node: Option<&NodeId>) -> ListParams {
 
 async fn usages(cluster: &Cluster, everywhere: bool) -> Result<HashMap<InstanceId, WorkspaceUsage>> {
     let namespace = if everywhere { String::new() } else { format!("/namespaces/{}", cluster.namespace()) };
-    let path = format!("/apis/subresources.kibotos.dev/v1alpha1{namespace}/{PLURAL}");
+    let path = format!("{AGGREGATED_API}{namespace}/{PLURAL}");
     let request = http::Request::get(&path).body(Vec::new());
     let request = request.map_err(|error| Error::invalid(format!("{path} cannot be asked for: {error}")))?;
     let subject = Subject::namespaced("usage of Workspaces", "", cluster.namespace());
@@ -78,17 +80,11 @@ async fn usages(cluster: &Cluster, everywhere: bool) -> Result<HashMap<InstanceI
 }
 
 struct Many {
-    listed: Listed<Workspace>,
+    listed: Listed<Running>,
     used: HashMap<InstanceId, WorkspaceUsage>,
     /// They come from several namespaces.
     namespaces: bool,
     now: Timestamp,
-}
-
-#[derive(Serialize)]
-struct ManyView {
-    workspaces: Vec<OneView>,
-    next_page_token: Option<String>,
 }
 
 /// What could not be measured is absent.
@@ -105,34 +101,48 @@ struct OneView {
     sampled_at: Option<String>,
 }
 
+/// A Workspace with its execution.
+struct Running {
+    workspace: Workspace,
+    execution: Execution,
+}
+
+impl Running {
+    /// `None`: it has stopped since it was picked.
+    fn of(workspace: Workspace) -> Option<Self> {
+        let execution = workspace.status.as_ref()?.execution.clone()?;
+        Some(Self { workspace, execution })
+    }
+}
+
 impl Many {
-    /// What runs, with what it uses, if its node has told it.
-    fn running(&self) -> impl Iterator<Item = (&Workspace, &Execution, Option<&WorkspaceUsage>)> {
-        self.listed.items.iter().filter_map(|workspace| {
-            let execution = workspace.status.as_ref()?.execution.as_ref()?;
-            Some((workspace, execution, self.used.get(&execution.instance_id)))
-        })
+    /// What its node has told.
+    fn usage(&self, running: &Running) -> Option<&WorkspaceUsage> {
+        self.used.get(&running.execution.instance_id)
     }
 }
 
 impl Present for Many {
     fn view(&self) -> impl Serialize {
-        let one = |(workspace, execution, usage): (&Workspace, &Execution, Option<&WorkspaceUsage>)| OneView {
-            namespace: workspace.namespace().unwrap_or_default(),
-            name: workspace.name_any(),
-            node_id: execution.node.clone(),
-            instance_id: execution.instance_id,
-            cpu_used_millis: usage.and_then(|usage| usage.used.cpu_milli).map(|cpu| cpu.0),
-            cpu_allocated_millis: execution.cpu_milli.0,
-            memory_used_bytes: usage.and_then(|usage| usage.used.memory_bytes).map(|memory| memory.0),
-            memory_allocated_bytes: execution.memory_bytes.0,
-            sampled_at: usage.map(|usage| instant(&usage.sampled_at)),
+        let one = |running: &Running| {
+            let (usage, Running { workspace, execution }) = (self.usage(running), running);
+            OneView {
+                namespace: workspace.namespace().unwrap_or_default(),
+                name: workspace.name_any(),
+                node_id: execution.node.clone(),
+                instance_id: execution.instance_id,
+                cpu_used_millis: usage.and_then(|usage| usage.used.cpu_milli).map(|cpu| cpu.0),
+                cpu_allocated_millis: execution.cpu_milli.0,
+                memory_used_bytes: usage.and_then(|usage| usage.used.memory_bytes).map(|memory| memory.0),
+                memory_allocated_bytes: execution.memory_bytes.0,
+                sampled_at: usage.map(|usage| instant(&usage.sampled_at)),
+            }
         };
-        ManyView { workspaces: self.running().map(one).collect(), next_page_token: self.listed.next_page_token.clone() }
+        self.listed.view("workspaces", one)
     }
 
     fn names(&self) -> Vec<String> {
-        self.running().map(|(workspace, ..)| workspace.name_any()).collect()
+        self.listed.items.iter().map(|running| running.workspace.name_any()).collect()
     }
 
     fn text(&self, _wide: bool) -> String {
@@ -140,7 +150,8 @@ impl Present for Many {
         if self.namespaces {
             table = table.column_before("NAMESPACE");
         }
-        for (workspace, execution, usage) in self.running() {
+        for running in &self.listed.items {
+            let (usage, Running { workspace, execution }) = (self.usage(running), running);
             let used = usage.map(|usage| usage.used).unwrap_or_default();
             let mut row = vec![
                 workspace.name_any(),
@@ -188,7 +199,8 @@ mod tests {
         let stopped = serde_json::from_value(json!({
             "metadata": { "name": "off", "namespace": "team" }, "spec": { "template": "debian-12" },
         }));
-        let items = vec![workspace("busy", measured), workspace("new", silent), stopped.unwrap()];
+        let items = [workspace("busy", measured), workspace("new", silent), stopped.unwrap()];
+        let items = items.into_iter().filter_map(Running::of).collect();
         let many = Many {
             listed: Listed { items, next_page_token: None },
             used: [(measured, usage)].into(),

@@ -21,7 +21,7 @@ use super::{
 };
 use crate::{
     client::Cluster,
-    errors::{Error, Kind, Result, Subject},
+    errors::{Error, Kind, On as _, Result, Subject},
     output::{print, remark},
     workspace::{
         fresh_id,
@@ -49,6 +49,9 @@ pub struct Import {
     /// Name of the new Workspace; default: the one that it had
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
+    /// Template of the new Workspace, with the same root image; default: that of the name that it had
+    #[arg(long, value_name = "TEMPLATE")]
+    template: Option<String>,
     /// Storage pool of the writable layer; default: that of the node where it is placed
     #[arg(long, value_name = "POOL")]
     layer_pool: Option<PoolId>,
@@ -68,7 +71,7 @@ pub async fn run(cluster: &Cluster, args: Import) -> Result<()> {
     let (prefix, beginning) = interrupt.or(read_prefix(&mut source, &args.source)).await?;
     let workspace = made(&prefix, &args)?;
     let take_away = async |made: Workspace| give_up(cluster, &made, &target::subject(&made)).await;
-    interrupt.or(check_template(cluster, &workspace.spec.template)).await?;
+    interrupt.or(check_template(cluster, &workspace.spec.template, prefix.description.root_image.as_deref())).await?;
     let created = Box::pin(super::make(&mut interrupt, create(cluster, &workspace), take_away)).await?;
     let subject = target::subject(&created);
     let progress = Progress::begin(&args.source.to_string(), args.quiet);
@@ -107,6 +110,9 @@ fn made(prefix: &Prefix, args: &Import) -> Result<Workspace> {
         return Err(Error::invalid(format!("{name} has the form of an id, so it cannot be a name")));
     }
     let mut spec = spec;
+    if let Some(template) = &args.template {
+        spec.template.clone_from(template);
+    }
     spec.r#move = None;
     spec.import = Some(crds::Import { archive: prefix.id(), volume: volume.is_some() });
     spec.writable_layer =
@@ -150,16 +156,28 @@ fn size(bytes: Amount) -> Result<SizeQuantity> {
         .map_err(|error| Error::invalid(format!("the archive has an image of {bytes}: {error}")))
 }
 
-async fn check_template(cluster: &Cluster, template: &str) -> Result<()> {
-    let template = Subject::cluster("Template", template);
-    cluster.check_exists::<Template>(&cluster.cluster_wide(), &template).await.map_err(|error| match error.kind {
-        Kind::NotFound => Error::new(
-            Kind::NotFound,
-            format!("{template}, from which the archive's Workspace is made, is not in this cluster"),
-        )
-        .next("create a Template of that name with the same root image"),
-        _ => error,
-    })
+/// The layer is only what differs from its root image.
+async fn check_template(cluster: &Cluster, name: &str, root_image: Option<&str>) -> Result<()> {
+    let subject = Subject::cluster("Template", name);
+    let found = match cluster.cluster_wide::<Template>().get_opt(name).await {
+        // Whoever may not read it is told by the operator what else is wrong.
+        Err(kube::Error::Api(status)) if status.is_forbidden() => return Ok(()),
+        answer => answer.on(&subject)?,
+    };
+    let Some(template) = found else {
+        let message = format!("{subject}, from which the archive's Workspace is made, is not in this cluster");
+        return Err(Error::new(Kind::NotFound, message)
+            .next("name one with the same root image (--template TEMPLATE), or create one of that name"));
+    };
+    match root_image {
+        Some(wanted) if template.spec.root_image != wanted => {
+            let found = &template.spec.root_image;
+            let message = format!("{subject} has the root image {found:?}, and the archive's layer lies on {wanted:?}");
+            Err(Error::new(Kind::FailedPrecondition, message)
+                .next(format!("name a Template with the root image {wanted:?}: --template TEMPLATE")))
+        }
+        _ => Ok(()),
+    }
 }
 
 async fn create(cluster: &Cluster, workspace: &Workspace) -> Result<Workspace> {
@@ -294,6 +312,7 @@ mod tests {
             origin: Origin { namespace: "team".into(), name: "dev".into(), id: String::new() },
             labels: [("a".to_owned(), "b".to_owned())].into(),
             spec: serde_json::from_value(spec).unwrap(),
+            root_image: Some("debian-12".to_owned()),
             layer: Amount::mib(2048),
             volume,
             data: Amount::mib(1),
@@ -333,6 +352,8 @@ mod tests {
             json!({ "template": "t", "volume": { "new": { "size": "1Gi", "pool": "theirs" }, "mountPath": "/d" } });
         let made_new = made(&prefix(new, None), &args(&["--name", "other"])).unwrap();
         assert_eq!(made_new.name_any(), "other");
+        let elsewhere = made(&prefix(json!({ "template": "t" }), None), &args(&["--template", "theirs"])).unwrap();
+        assert_eq!(elsewhere.spec.template, "theirs");
         let volume = serde_json::to_value(&made_new.spec.volume).unwrap();
         assert_eq!(volume, json!({ "new": { "size": "1Gi" }, "mountPath": "/d", "deleteWithWorkspace": false }));
         assert!(!made_new.spec.import.unwrap().volume);

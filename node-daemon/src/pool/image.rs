@@ -93,8 +93,15 @@ pub fn ensure(dir: &Path, object: &Object, epoch: Epoch) -> Result<Bytes, ImageE
     let _ = fs::remove_file(&unfinished);
     let is_named = made?;
     durable::sync_dir(dir).map_err(failed("sync"))?;
-    // Else another one is there, or this one after all: the answer of a network file system may get lost.
-    if is_named { Ok(*wanted) } else { ensure(dir, object, epoch) }
+    if is_named {
+        return Ok(*wanted);
+    }
+    // Another one is there, or this one after all: the answer of a network file system may get lost.
+    match size(dir).map_err(failed("look at"))? {
+        Some(_) => ensure(dir, object, epoch),
+        // Something has the name and is no image, as a link that leads nowhere.
+        None => Err(failed("name")(io::ErrorKind::AlreadyExists.into())),
+    }
 }
 
 /// `false`: the name is taken.
@@ -193,10 +200,15 @@ pub fn open(dir: &Path, needs_direct: bool) -> Result<(File, bool), ImageError> 
 
 /// Removes what interrupted makings of these epochs left.
 pub fn clear_unfinished(dir: &Path, which: impl Fn(Epoch) -> bool) -> io::Result<()> {
+    clear_of_epochs(dir, UNFINISHED, which)
+}
+
+/// Removes the files of a directory whose names are this beginning and one of these epochs.
+pub(super) fn clear_of_epochs(dir: &Path, beginning: &str, which: impl Fn(Epoch) -> bool) -> io::Result<()> {
     for entry in fs::read_dir(dir)? {
         let path = entry?.path();
         let name = path.file_name().and_then(|name| name.to_str());
-        let epoch = name.and_then(|name| name.strip_prefix(UNFINISHED)?.parse().ok().map(Epoch));
+        let epoch = name.and_then(|name| name.strip_prefix(beginning)?.parse().ok().map(Epoch));
         if epoch.is_some_and(&which) {
             remove_if_there(&path)?;
         }

@@ -194,6 +194,7 @@ impl Pool {
         let clear = || -> io::Result<()> {
             record_files::remove_leftovers(&dir, &self.node)?;
             moving::clear(&dir, |of| of < epoch)?;
+            transfer::clear(&dir, |of| of < epoch)?;
             image::clear_unfinished(&dir, |of| of < epoch)?;
             for settled in record_files::list(&dir)?.settled_below(epoch) {
                 record_files::remove(&dir, settled)?;

@@ -9,7 +9,7 @@ mod wishes;
 
 use k8s_openapi::jiff::Timestamp;
 use kibo_archive::{Description, Origin};
-use kibo_crds::{Bytes, TransferKind, TransferStatus, Workspace, workspace::WorkspaceSpec};
+use kibo_crds::{Bytes, Template, TransferKind, TransferStatus, Workspace, workspace::WorkspaceSpec};
 use kibo_protocol::v1::{self, open_stream};
 use kube::ResourceExt as _;
 
@@ -26,13 +26,14 @@ pub fn is_open(transfer: Option<&TransferStatus>) -> bool {
 pub fn stream(
     kind: TransferKind,
     workspace: &Workspace,
+    template: Option<&Template>,
     layer: v1::Object,
     volume: Option<v1::Object>,
 ) -> open_stream::Kind {
     match kind {
         TransferKind::Export => {
             // Every part of it is text, a number or a list of them.
-            let description = serde_json::to_vec(&describe(workspace)).unwrap_or_default();
+            let description = serde_json::to_vec(&describe(workspace, template)).unwrap_or_default();
             open_stream::Kind::Export(v1::ExportRequest { layer: Some(layer), volume, description })
         }
         TransferKind::Import => {
@@ -43,7 +44,7 @@ pub fn stream(
 }
 
 /// Everything of it that means something elsewhere; the node fills the sizes in.
-fn describe(workspace: &Workspace) -> Description {
+fn describe(workspace: &Workspace, template: Option<&Template>) -> Description {
     let spec = WorkspaceSpec { power: None, r#move: None, import: None, ..workspace.spec.clone() };
     let id = workspace.status.as_ref().and_then(|status| status.id);
     Description {
@@ -55,6 +56,7 @@ fn describe(workspace: &Workspace) -> Description {
         },
         labels: own_labels(workspace).into_iter().map(|(key, value)| (key.clone(), value.clone())).collect(),
         spec,
+        root_image: template.map(|template| template.spec.root_image.clone()),
         layer: Bytes::default(),
         volume: None,
         data: Bytes::default(),
@@ -82,7 +84,13 @@ mod tests {
             },
         }))
         .unwrap();
-        let described = serde_json::to_value(describe(&workspace)).unwrap();
+        let template = serde_json::from_value(serde_json::json!({
+            "metadata": { "name": "t" }, "spec": { "rootImage": "debian-12", "resources": { "cpu": "1", "memory": "1Gi" },
+            "writableLayer": { "size": "1Gi" } },
+        }));
+        let described = serde_json::to_value(describe(&workspace, Some(&template.unwrap()))).unwrap();
+        assert_eq!(described["rootImage"], "debian-12");
+        assert!(describe(&workspace, None).root_image.is_none(), "its Template is gone");
         assert_eq!(
             described["spec"],
             serde_json::json!({ "template": "t", "resources": { "cpu": "2" }, "annotations": { "n": "x" } })

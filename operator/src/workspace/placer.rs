@@ -24,7 +24,8 @@ use crate::{
 const GATHER: Duration = Duration::from_millis(2);
 const LARGEST_BATCH: usize = 8192;
 /// A decision goes through all nodes, however few starts it is for. While they keep coming, so many times what the last
-/// one took passes until the next one, so that a large fleet costs a fifth of a core and no more.
+/// one took passes until the next one, so that a large fleet costs a fifth of a core; more where one takes so long that the
+/// longest rest cuts it short.
 const REST: u32 = 4;
 const LONGEST_REST: Duration = Duration::from_millis(100);
 

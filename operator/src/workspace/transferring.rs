@@ -2,14 +2,12 @@
 
 use std::sync::Arc;
 
-use kibo_crds::{
-    Bytes, InstanceId, TransferKind, TransferState, TransferStatus, Volume, Workspace, volume::GrantedFor,
-};
+use kibo_crds::{Bytes, InstanceId, NodeId, TransferKind, Volume, Workspace, volume::GrantedFor};
 use kibo_protocol::v1;
 use kube::ResourceExt as _;
 
 use super::{
-    decide::transfer::{Step as Transfer, new_layer},
+    decide::transfer::{Step as Transfer, begun, new_layer},
     draft::Draft,
     launch,
     reconcile::{RETRY, Step, StepError, write_volume},
@@ -86,29 +84,12 @@ async fn place(world: &Arc<World>, workspace: &Workspace, wish: &Wish, demand: D
         return refuse("NoSize", "an import needs spec.writableLayer.size".to_owned());
     };
     world.transfers.placed(&uid, wish.id, pools.next());
-    let (node, incarnation) = (placed.assignment.node.clone(), placed.incarnation);
     let mut draft = Draft::new(workspace, now());
-    let granted = draft.status.right().granted(&node, incarnation, |node, inc| world.void(node, inc));
-    let right = match granted {
-        Ok(right) => right,
-        Err(error) => return refuse(error.reason(), error.to_string()),
-    };
-    let epoch = right.epoch.unwrap_or_default();
-    draft.status.set_right(right);
     draft.status.writable_layer = Some(new_layer(pool, size));
-    draft.status.transfer = Some(TransferStatus {
-        id: wish.id,
-        kind: TransferKind::Import,
-        state: TransferState::Running,
-        user: wish.user.chars().take(256).collect(),
-        node,
-        incarnation,
-        epoch,
-        started_at: now(),
-        finished_at: None,
-        reason: None,
-        message: None,
-    });
+    let void = |node: &NodeId, incarnation| world.void(node, incarnation);
+    if let Err(refusal) = begun(&mut draft, wish, &placed.assignment.node, placed.incarnation, void, now()) {
+        return refuse(refusal.reason, refusal.message);
+    }
     if let Some(status) = draft.finish().status {
         world.write_workspace(workspace, *status).await?;
     }
@@ -150,7 +131,7 @@ fn order(world: &World, workspace: &Workspace, volume: Option<&Volume>, wish: &W
     let volume = sizes.volume.zip(volume.and_then(launch::volume_object)).map(|(size, volume)| ready(volume, size));
     let (uid, node) = (workspace.uid().unwrap_or_default(), transfer.node.clone());
     tracing::info!(user = wish.user, kind = ?wish.kind, %node, id = %wish.id, "a transfer begins");
-    let stream = stream(wish.kind, workspace, layer, volume);
+    let stream = stream(wish.kind, workspace, world.template_of(workspace).as_deref(), layer, volume);
     world.transfers.order(&uid, wish.id, sizes, Order { node, incarnation: transfer.incarnation, stream });
 }
 

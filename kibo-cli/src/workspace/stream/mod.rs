@@ -13,6 +13,7 @@ mod terminal;
 use kibo_crds::{Workspace, workspace::WorkspacePhase};
 
 use crate::{
+    client::AGGREGATED_API,
     errors::{Error, Kind, Result, Subject},
     output::words::enum_word,
 };
@@ -21,7 +22,7 @@ use crate::{
 fn path(subject: &Subject, subresource: &str) -> String {
     let namespace = subject.namespace.as_deref().unwrap_or_default();
     let name = &subject.name;
-    format!("/apis/subresources.kibotos.dev/v1alpha1/namespaces/{namespace}/workspaces/{name}/{subresource}")
+    format!("{AGGREGATED_API}/namespaces/{namespace}/workspaces/{name}/{subresource}")
 }
 
 fn phase(workspace: &Workspace) -> Option<WorkspacePhase> {

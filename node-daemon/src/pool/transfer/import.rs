@@ -155,13 +155,6 @@ fn give_up(held: &[Held<'_>]) {
 
 /// Removes what imports of these epochs left in the directory of an object.
 pub fn clear(dir: &Path, which: impl Fn(Epoch) -> bool) -> io::Result<()> {
-    for entry in fs::read_dir(dir)? {
-        let path = entry?.path();
-        let name = path.file_name().and_then(|name| name.to_str());
-        let epoch = name.and_then(|name| name.strip_prefix(PREFIX)?.parse().ok().map(Epoch));
-        if epoch.is_some_and(&which) {
-            remove_if_there(&path)?;
-        }
-    }
+    image::clear_of_epochs(dir, PREFIX, which)?;
     durable::sync_dir(dir)
 }

@@ -62,6 +62,7 @@ fn description() -> Description {
         origin: Origin::default(),
         labels: std::collections::BTreeMap::new(),
         spec: serde_json::from_str(r#"{"template":"t","volume":{"claim":"v","mountPath":"/v"}}"#).unwrap(),
+        root_image: None,
         layer: Bytes::default(),
         volume: None,
         data: Bytes::default(),
@@ -213,4 +214,9 @@ fn what_a_killed_daemon_left_goes_with_its_grant() {
     assert_eq!(pool.confirm_not_taken(&granted, |_| true).unwrap(), v1::ObjectUse::Held);
     assert_eq!(pool.confirm_not_taken(&granted, |_| false).unwrap(), v1::ObjectUse::Released);
     assert_eq!(setup.files(NEW_LAYER), ["holder.1", "holder.1.released"]);
+
+    // Nor does what an isolated one left, whose grant nobody closes, outlive the next use.
+    fs::write(setup.dir(LAYER).join("image.raw.importing.1"), "half").unwrap();
+    pool.take(&self::granted(LAYER, 2, true), &taker(By::Instance(InstanceId::generate()))).unwrap();
+    assert!(!setup.files(LAYER).contains(&"image.raw.importing.1".to_owned()), "{:?}", setup.files(LAYER));
 }

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use kibo_crds::{
     ConditionType, NodeId, Template, Volume,
+    node::Holder,
     volume::BoundTo,
     workspace::{BoundVolume, PowerRequest, PowerState, StopMode, VolumeBinding, WorkspacePhase},
 };
@@ -185,15 +186,7 @@ fn start(sight: &Sight<'_>, mut draft: Draft<'_>, request: PowerRequest, volume:
     if let Some(message) = in_the_way {
         return blocked(draft, &request, Wait::placement("Moving", message), Action::Rest);
     }
-    let rights = [
-        (Object::Layer, "the writable layer", Some(draft.status.right())),
-        (Object::Volume, "the Volume", volume.and_then(|volume| volume.status.as_ref()).map(right_of)),
-    ];
-    for (object, name, right) in rights {
-        let Some(right) = right else { continue };
-        let Standing::Held(holder) = right.standing(|node, incarnation| sight.cluster.void(node, incarnation)) else {
-            continue;
-        };
+    if let Some(Held { object, name, holder }) = held(sight, &draft, volume) {
         if can_ask(sight, &holder) {
             let message = format!("waits for node {} to say that it does not use {name} any more", holder.node);
             draft.wait_for(Wait::placement("NotReleased", message));
@@ -218,7 +211,29 @@ fn start(sight: &Sight<'_>, mut draft: Draft<'_>, request: PowerRequest, volume:
     }
 }
 
-pub(super) fn right_of(status: &kibo_crds::volume::VolumeStatus) -> Right {
+/// A disk that somebody may still use, and who.
+pub(super) struct Held {
+    pub object: Object,
+    /// For people.
+    pub name: &'static str,
+    pub holder: Holder,
+}
+
+/// The first of its disks that cannot be granted anew.
+pub(super) fn held(sight: &Sight<'_>, draft: &Draft<'_>, volume: Option<&Volume>) -> Option<Held> {
+    let rights = [
+        (Object::Layer, "the writable layer", Some(draft.status.right())),
+        (Object::Volume, "the Volume", volume.and_then(|volume| volume.status.as_ref()).map(right_of)),
+    ];
+    rights.into_iter().find_map(|(object, name, right)| {
+        match right?.standing(|node, incarnation| sight.cluster.void(node, incarnation)) {
+            Standing::Held(holder) => Some(Held { object, name, holder }),
+            Standing::Grantable => None,
+        }
+    })
+}
+
+fn right_of(status: &kibo_crds::volume::VolumeStatus) -> Right {
     status.right()
 }
 

@@ -7,19 +7,21 @@
 
 use std::collections::BTreeSet;
 
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kibo_crds::{
-    Bytes, NodeId, PoolId, TransferKind, TransferState, TransferStatus, Volume,
+    Bytes, Incarnation, NodeId, PoolId, TransferKind, TransferState, TransferStatus, Volume,
     workspace::{LayerStatus, PowerRequest, WhenUnplaceable, WorkspacePhase},
 };
 use kube::ResourceExt as _;
 
 use super::{
     Action, Decision, Object, can_ask,
-    idle::{Binding, binding, demand, right_of},
+    idle::{Binding, Held, binding, demand, held},
     lost,
 };
 use crate::{
     moving,
+    node::Void,
     placement::Demand,
     right::{HasRight as _, Standing, waits_for},
     transfer::{Refusal, Sizes, Wish, is_open},
@@ -136,7 +138,7 @@ fn begin(sight: &Sight<'_>, draft: &mut Draft<'_>, wish: &Wish, is_deleting: boo
         Companion::NotYet => return Begin::Nothing,
         Companion::Blocked(wait) => return refuse(wait.reason, wait.message).into(),
     };
-    if let Some(held) = held(sight, draft, volume) {
+    if let Some(held) = not_free(sight, draft, volume) {
         return held;
     }
     match wish.kind {
@@ -224,25 +226,15 @@ fn companion<'a>(sight: &Sight<'a>, kind: TransferKind) -> Companion<'a> {
 }
 
 /// Somebody holds a disk yet: its node is asked, or it cannot be.
-fn held(sight: &Sight<'_>, draft: &Draft<'_>, volume: Option<&Volume>) -> Option<Begin> {
-    let rights = [
-        (Object::Layer, "the writable layer", Some(draft.status.right())),
-        (Object::Volume, "the Volume", volume.and_then(|volume| volume.status.as_ref()).map(right_of)),
-    ];
-    for (object, name, right) in rights {
-        let Some(right) = right else { continue };
-        let Standing::Held(holder) = right.standing(|node, incarnation| sight.cluster.void(node, incarnation)) else {
-            continue;
-        };
-        if can_ask(sight, &holder) {
-            return Some(Begin::Action(Action::Settle { object, holder }));
-        }
-        if sight.cluster.is_settling() {
-            return Some(Begin::Nothing);
-        }
-        return Some(refuse("HolderUnreachable", waits_for(name, &holder.node)).into());
-    }
-    None
+fn not_free(sight: &Sight<'_>, draft: &Draft<'_>, volume: Option<&Volume>) -> Option<Begin> {
+    let Held { object, name, holder } = held(sight, draft, volume)?;
+    Some(if can_ask(sight, &holder) {
+        Begin::Action(Action::Settle { object, holder })
+    } else if sight.cluster.is_settling() {
+        Begin::Nothing
+    } else {
+        refuse("HolderUnreachable", waits_for(name, &holder.node)).into()
+    })
 }
 
 /// On a node that reaches all of its disks; whether it drains does not matter.
@@ -271,27 +263,39 @@ fn begin_export(sight: &Sight<'_>, draft: &mut Draft<'_>, wish: &Wish, volume: O
         );
         return refuse("NodeUnreachable", message).into();
     };
-    match right.granted(&node, incarnation, |node, incarnation| sight.cluster.void(node, incarnation)) {
-        Ok(right) => {
-            let epoch = right.epoch.unwrap_or_default();
-            draft.status.set_right(right);
-            draft.status.transfer = Some(TransferStatus {
-                id: wish.id,
-                kind: wish.kind,
-                state: TransferState::Running,
-                user: wish.user.chars().take(256).collect(),
-                node,
-                incarnation,
-                epoch,
-                started_at: sight.now.clone(),
-                finished_at: None,
-                reason: None,
-                message: None,
-            });
-            Begin::Nothing
-        }
-        Err(error) => refuse(error.reason(), error.to_string()).into(),
+    let void = |node: &NodeId, incarnation| sight.cluster.void(node, incarnation);
+    match begun(draft, wish, &node, incarnation, void, sight.now.clone()) {
+        Ok(()) => Begin::Nothing,
+        Err(refusal) => Step::Refuse(refusal).into(),
     }
+}
+
+/// Grants the layer for a transfer and notes the transfer: what is one write.
+pub fn begun(
+    draft: &mut Draft<'_>,
+    wish: &Wish,
+    node: &NodeId,
+    incarnation: Incarnation,
+    void: impl Fn(&NodeId, Incarnation) -> Option<Void>,
+    now: Time,
+) -> Result<(), Refusal> {
+    let right = draft.status.right().granted(node, incarnation, void);
+    let right = right.map_err(|error| Refusal { reason: error.reason(), message: error.to_string() })?;
+    draft.status.transfer = Some(TransferStatus {
+        id: wish.id,
+        kind: wish.kind,
+        state: TransferState::Running,
+        user: wish.user.chars().take(256).collect(),
+        node: node.clone(),
+        incarnation,
+        epoch: right.epoch.unwrap_or_default(),
+        started_at: now,
+        finished_at: None,
+        reason: None,
+        message: None,
+    });
+    draft.status.set_right(right);
+    Ok(())
 }
 
 fn explain(transfer: &mut TransferStatus, reason: &str, message: &str) {
