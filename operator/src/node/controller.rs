@@ -34,7 +34,7 @@ use crate::{
     clock::now,
     context::Ctx,
     guarded::{self, WriteError},
-    session::{DeclaredPool, Pace, hooks::Usage, revision_of, spares_unknown},
+    session::{Confirmation, DeclaredPool, Pace, hooks::Usage, revision_of, spares_unknown},
     storage_pool::{self, Marker},
     watch::WatchBackoff,
     watchdog::Reach,
@@ -43,12 +43,14 @@ use crate::{
 /// Every Node is looked at this often, also when nothing happened: conditions that go by time end then.
 const PERIOD: Duration = Duration::from_secs(60);
 /// What a node says at once in a new session is written together, if it comes within this time.
-const FIRST_WORDS: Duration = Duration::from_millis(500);
+const FIRST_WORDS: Duration = Duration::from_secs(3);
+/// So long a watch is waited for that has not shown yet what was written last; after it, what it shows counts.
+const WATCH_LAG: Duration = Duration::from_secs(5);
 /// A Node's status follows a busy allocation at this pace.
 const PACE: Duration = Duration::from_secs(1);
 /// And in a large fleet more slowly, so that a burst of starts is not slowed down by the words about it: all of them
 /// together write so often.
-const PACE_OF_ALL: Duration = Duration::from_millis(20);
+const PACE_OF_ALL: Duration = Duration::from_millis(100);
 /// However a host changes its word: so many writes at once, and then one each second.
 const WRITES_AT_ONCE: u32 = 20;
 const CONCURRENCY: u16 = 16;
@@ -68,6 +70,8 @@ struct Written {
     last: Instant,
     /// The resourceVersion that the last one made.
     revision: Option<String>,
+    /// The settings of which it says whether the node uses them. To say so answers a person and not the host.
+    settings: Option<Confirmation>,
     /// Of those that follow from what the host says. What the operator writes for reasons of its own (a session, an
     /// isolation) does not count, or a node with a busy day would not say for minutes how it stands.
     word: Pace,
@@ -75,7 +79,7 @@ struct Written {
 
 impl Written {
     fn new(now: Instant) -> Self {
-        Self { last: now, revision: None, word: Pace::new(PACE, WRITES_AT_ONCE, now) }
+        Self { last: now, revision: None, settings: None, word: Pace::new(PACE, WRITES_AT_ONCE, now) }
     }
 }
 
@@ -136,6 +140,23 @@ impl NodeControl {
     fn held_back(&self, id: &NodeId) -> Option<Duration> {
         let written = self.written.lock().expect("no holder of this lock panics");
         written.get(id).map(|written| written.word.wait(Instant::now())).filter(|wait| !wait.is_zero())
+    }
+
+    /// How the settings of the live session stand, if that is not written yet.
+    fn unsaid_settings(&self, id: &NodeId) -> Option<Confirmation> {
+        let confirmation = self.ctx.registry.get(id)?.confirmation();
+        let written = self.written.lock().expect("no holder of this lock panics");
+        (written.get(id).and_then(|written| written.settings) != Some(confirmation)).then_some(confirmation)
+    }
+
+    /// Time left for the watch to show what was written last, when `node` is older: what is decided on it would be refused
+    /// as a conflict, and many nodes that come back together would pay for each decision twice.
+    fn outdated(&self, id: &NodeId, node: &Node) -> Option<Duration> {
+        let written = self.written.lock().expect("no holder of this lock panics");
+        let last = written.get(id)?;
+        let (seen, made) = (node.metadata.resource_version.as_deref(), last.revision.as_deref());
+        let is_older = revision_of(seen)? < revision_of(made)?;
+        WATCH_LAG.checked_sub(last.last.elapsed()).filter(|_| is_older)
     }
 
     fn with_written<T>(&self, id: &NodeId, note: impl FnOnce(&mut Written, Instant) -> T) -> T {
@@ -261,6 +282,9 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
         return Ok(Action::await_change());
     };
     control.ctx.nodes.observe(&node);
+    if let Some(left) = control.outdated(&id, &node) {
+        return Ok(Action::requeue(left));
+    }
     // Nobody listening is fine.
     let _ = control.pools.send(node.clone());
     if node.status.as_ref().is_some_and(NodeStatus::has_live_session) {
@@ -294,7 +318,10 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
     if let Some(left) = control.first_words(&id) {
         return Ok(Action::requeue(left));
     }
-    if let Some(left) = control.held_back(&id) {
+    let answer = control.unsaid_settings(&id);
+    if answer.is_none()
+        && let Some(left) = control.held_back(&id)
+    {
         return Ok(Action::requeue(left));
     }
     if is_usage_alone(node.status.as_ref(), &status)
@@ -307,7 +334,10 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
         kibo_failpoint::reach(before).await;
     }
     control.write(&id, &node, status).await?;
-    control.with_written(&id, |written, now| written.word.count(now));
+    control.with_written(&id, |written, now| match answer {
+        Some(confirmation) => written.settings = Some(confirmation),
+        None => written.word.count(now),
+    });
     if let Some((_, after)) = points {
         kibo_failpoint::reach(after).await;
     }
@@ -436,6 +466,6 @@ mod tests {
     #[test]
     fn a_large_fleet_writes_of_each_node_less_often() {
         let seconds = |fleet| pace(fleet).as_secs();
-        assert_eq!([0, 1, 50, 500, 3000, 100_000].map(seconds), [1, 1, 1, 10, 60, 60]);
+        assert_eq!([0, 1, 50, 500, 600, 100_000].map(seconds), [1, 1, 5, 50, 60, 60]);
     }
 }

@@ -101,6 +101,11 @@ impl Clock {
         self.current.as_ref()
     }
 
+    /// When the next measurement begins; `None` while one is under way.
+    pub fn rests_until(&self) -> Option<Instant> {
+        self.waiting.is_none().then_some(self.due)
+    }
+
     /// Time goes on: the probe that is to be sent now, if any. Give it `now` just before it is sent.
     pub fn tick(&mut self, now: Moment, today: &Time) -> Option<v1::ClockProbe> {
         match self.waiting {

@@ -13,7 +13,7 @@ use kibo_crds::{
     overcommit_policy::MemoryTightThresholds,
 };
 use kibo_protocol::v1::{self, to_node};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Notify, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
 use super::clock::{Clock, Moment};
@@ -25,6 +25,9 @@ use crate::{
 
 /// Messages that may wait for a node that does not read; one more ends the session.
 const OUTBOUND_QUEUE: usize = 1024;
+
+/// Between two looks at a session that awaits something.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// As many as a Node may have; a host that says more means no limit.
 const MOST_SLOTS: u32 = 100_000;
@@ -97,6 +100,13 @@ pub struct SentSettings {
     pub settings: Settings,
     pub revision: u64,
     pub sent_at: Instant,
+    pub confirmed: bool,
+}
+
+/// How settings stand that were sent to a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Confirmation {
+    pub revision: u64,
     pub confirmed: bool,
 }
 
@@ -177,6 +187,8 @@ pub struct Session {
     host_labels: BTreeMap<String, String>,
     /// Cancelled when the session is over, for whatever reason.
     pub over: CancellationToken,
+    /// The next look at it may be due sooner than it was.
+    stirred: Notify,
     outbound: mpsc::Sender<v1::ToNode>,
     state: Mutex<State>,
     ending: Mutex<Option<Ending>>,
@@ -249,6 +261,7 @@ impl Session {
             history: new.history,
             host_labels: new.labels.clone(),
             over: CancellationToken::new(),
+            stirred: Notify::new(),
             outbound,
             state: Mutex::new(State {
                 labels: new.labels,
@@ -284,7 +297,7 @@ impl Session {
             return false;
         }
         if is_act(&message) {
-            self.state().owed.get_or_insert(self.history.renewed());
+            self.owe();
         }
         let message = v1::ToNode { term: self.term.0, message: Some(message) };
         match self.outbound.try_send(message) {
@@ -296,6 +309,26 @@ impl Session {
             }
             Err(mpsc::error::TrySendError::Closed(_)) => false,
         }
+    }
+
+    /// The node is to remember a later moment than this one.
+    fn owe(&self) {
+        self.state().owed.get_or_insert(self.history.renewed());
+        self.stirred.notify_one();
+    }
+
+    /// When it is to be looked at again, having been looked at then: often while something is awaited, or an idle fleet
+    /// would cost as much as a busy one.
+    pub fn next_look(&self, looked: Instant) -> Instant {
+        let soon = looked + LOOK_EVERY;
+        let state = self.state();
+        let rests = state.settings.confirmed && state.owed.is_none();
+        rests.then(|| state.clock.rests_until()).flatten().map_or(soon, |due| due.max(soon))
+    }
+
+    /// Until the next look may be due sooner than it was.
+    pub async fn stirred(&self) {
+        self.stirred.notified().await;
     }
 
     /// Tells the node a moment to remember, when it did something and the Lease was renewed since.
@@ -316,7 +349,7 @@ impl Session {
     /// Now, for the HelloAck.
     pub fn moment(&self) -> v1::Moment {
         // The session itself was written after that renewal.
-        self.state().owed.get_or_insert(self.history.renewed());
+        self.owe();
         self.history.now()
     }
 
@@ -425,6 +458,7 @@ impl Session {
             }
             settings_message(&state.settings)
         };
+        self.stirred.notify_one();
         self.send(to_node::Message::Settings(message));
         true
     }
@@ -535,6 +569,11 @@ impl Session {
     pub fn has_said_all(&self) -> bool {
         let state = self.state();
         state.settings.confirmed && state.clock.current().is_some() && state.report.is_some()
+    }
+
+    pub fn confirmation(&self) -> Confirmation {
+        let SentSettings { revision, confirmed, .. } = self.state().settings;
+        Confirmation { revision, confirmed }
     }
 
     /// How long the settings have been waiting for their confirmation.

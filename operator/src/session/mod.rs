@@ -15,7 +15,7 @@ mod service_account;
 mod strangers;
 
 pub(crate) use inbound::Pace;
-pub use live::{Capacity, DeclaredPool, Settings};
+pub use live::{Capacity, Confirmation, DeclaredPool, Settings};
 pub use open::{Leading, revision_of};
 pub(crate) use open::{read_node, spares_unknown};
 pub use registry::{Accepted, CommandFailure, NoSession, NodeSnapshot, ObjectCommand, OfferFailure, Registry};

@@ -198,7 +198,8 @@ async fn read(leading: &Arc<Leading>, session: &Arc<Session>, mut inbound: Strea
     tokio::spawn(lanes);
     // Not all nodes in the same moment, when one change of the policy went unconfirmed.
     let confirmed_within = CONFIRMED_WITHIN + Duration::from_millis(rand::rng().random_range(0..1000));
-    let mut tick = tokio::time::interval(Duration::from_secs(1));
+    // The first look begins the first measurement of the clock.
+    let mut look = Instant::now();
     let mut pace = Pace::new(MESSAGE_EVERY, MESSAGES_AT_ONCE, Instant::now());
     loop {
         let wait = pace.wait(Instant::now());
@@ -208,7 +209,8 @@ async fn read(leading: &Arc<Leading>, session: &Arc<Session>, mut inbound: Strea
                 session.end(SessionRefusal::NotLeader, "this operator leads no more: come back soon");
                 return;
             }
-            _ = tick.tick() => {
+            () = session.stirred() => look = look.min(session.next_look(Instant::now())),
+            () = tokio::time::sleep_until(look.into()) => {
                 session.settle_moment();
                 if let Some(news) = session.probe_clock() {
                     measured(leading, session, &news);
@@ -217,6 +219,7 @@ async fn read(leading: &Arc<Leading>, session: &Arc<Session>, mut inbound: Strea
                     tracing::warn!(node = %session.node, session = session.id, "the node did not confirm its settings: the session ends and they are sent again with the next one");
                     return;
                 }
+                look = session.next_look(Instant::now());
             }
             message = paced(wait, &mut inbound) => match message {
                 Ok(Some(FromNode { message: Some(mut message) })) => {

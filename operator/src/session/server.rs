@@ -38,8 +38,9 @@ use crate::tls::Serving;
 /// The first message of a session, and of a stream, comes within this time.
 const FIRST_MESSAGE_WITHIN: Duration = Duration::from_secs(5);
 const HANDSHAKE_WITHIN: Duration = Duration::from_secs(5);
-/// A connection that is silent this long is asked for a sign of life, and closed without one.
-const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
+/// A connection that is silent this long is asked for a sign of life, and closed without one. Longer than between two
+/// heartbeats, so that a node that lives is not asked.
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(6);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// After a change of leader everybody comes at once; the others wait in line.
 const HELLOS_IN_FLIGHT: usize = 32;

@@ -47,6 +47,8 @@ pub struct PoolControl {
     /// Before all Nodes are known, a pool would seem to have lost its members.
     nodes_known: watch::Sender<bool>,
     written: Mutex<HashMap<String, Instant>>,
+    /// What an earlier leader wrote counts as written then.
+    began: Instant,
     /// Number of members that the nodes of a pool were last told of.
     told: Mutex<HashMap<String, usize>>,
     /// Lost pools whose Workspaces and Volumes were looked at again.
@@ -62,6 +64,7 @@ impl PoolControl {
             declared: Mutex::default(),
             nodes_known: watch::Sender::new(false),
             written: Mutex::default(),
+            began: Instant::now(),
             told: Mutex::default(),
             lost: Mutex::default(),
         }
@@ -87,7 +90,8 @@ impl PoolControl {
 
     fn paced(&self, name: &str) -> Option<Duration> {
         let written = self.written.lock().expect("no holder of this lock panics");
-        written.get(name).and_then(|at| PACE.checked_sub(at.elapsed()))
+        let at = written.get(name).unwrap_or(&self.began);
+        PACE.checked_sub(at.elapsed())
     }
 
     /// What was in a lost pool is looked at again, once. All nodes are told, since any of them may declare it one day; then
