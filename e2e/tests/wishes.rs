@@ -7,12 +7,14 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use futures::future::try_join_all;
+use kibo_crds::storage_pool::StoragePool;
 use kibo_crds::volume::VolumePhase;
 use kibo_crds::{Volume, Workspace};
 use kibo_e2e::local::Component;
 use kibo_e2e::suite::failpoints::Failpoints;
 use kibo_e2e::suite::{Place, Ran, Suite};
 use kibo_failpoint::Action;
+use kube::api::{Patch, PatchParams};
 use serde_json::{Value, json};
 
 const LIMIT: Duration = Duration::from_secs(120);
@@ -55,8 +57,35 @@ async fn stopped(place: &Place, name: &str) -> Result<()> {
     place.create_workspace(name, json!({"power": {"state": "Stopped"}})).await
 }
 
+/// What one has been found to have room for counts before it is stored.
+async fn of_two_growths_one_fits(place: &Place, node: &str) -> Result<()> {
+    let pool = format!("local-{node}");
+    done(place, &format!("storage-pool set-capacity {pool} 620Mi")).await?;
+    let is_set = |it: &StoragePool| it.status.as_ref().is_some_and(|it| it.capacity.as_deref() == Some("620Mi"));
+    place.watched(place.all::<StoragePool>(), &pool, "has its capacity", LIMIT.as_secs(), is_set).await?;
+    let resize = |size: Option<&str>| Patch::Merge(json!({"spec": {"writableLayer": {"size": size}}}));
+    let (api, params) = (place.api::<Workspace>(), PatchParams::default());
+    let grows_to = |it: &Workspace| {
+        let layer = it.status.as_ref().and_then(|status| status.writable_layer.as_ref());
+        layer.and_then(|layer| layer.grow_to).map(|size| size.0)
+    };
+
+    let points = Failpoints::of(place.cluster(), &Component::Operator)?;
+    points.arm(&["space-claimed"], Action::Wait)?;
+    api.patch("w", &params, &resize(Some("512Mi"))).await?;
+    points.all_reached(&["space-claimed"], LIMIT).await?;
+    refused(&kibo(place, "volume resize v --size 320Mi").await?, 15, "has 44Mi left")?;
+    points.clear()?;
+    let grows = |it: &Workspace| grows_to(it) == Some(512 << 20);
+    place.watched(api.clone(), "w", "is to grow", LIMIT.as_secs(), grows).await?;
+
+    api.patch("w", &params, &resize(None)).await?;
+    place.watched(api, "w", "is not to grow", LIMIT.as_secs(), |it| grows_to(it).is_none()).await?;
+    done(place, &format!("storage-pool set-capacity {pool} default")).await.map(drop)
+}
+
 async fn they_grow(place: Arc<Place>) -> Result<()> {
-    place.node("2", "1Gi").await?;
+    let node = place.node("2", "1Gi").await?;
     place.create(volume("v", json!({"size": "64Mi"}))).await?;
     place.create_workspace("w", json!({"volume": {"claim": "v", "mountPath": "/data"}})).await?;
     place.available("w").await?;
@@ -68,6 +97,7 @@ async fn they_grow(place: Arc<Place>) -> Result<()> {
     refused(&kibo(&place, "volume resize v --size 128Mi").await?, 13, "no Workspace runs with the Volume")?;
     done(&place, "workspace stop w").await?;
 
+    of_two_growths_one_fits(&place, &node).await?;
     refused(&kibo(&place, "workspace resize w --layer 255Mi").await?, 10, "only grows")?;
     refused(&kibo(&place, "workspace resize w --layer 256.5Mi").await?, 10, "whole number of MiB")?;
     refused(&kibo(&place, "workspace resize w --layer 60Ti").await?, 15, "left")?;

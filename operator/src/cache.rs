@@ -109,6 +109,13 @@ impl<K: Resource + Clone, P: Projection<K>> Cache<K, P> {
         look(&self.read().projection)
     }
 
+    /// The same, with the objects by their uids.
+    pub fn project_with<T>(&self, look: impl FnOnce(&P, &dyn Fn(&str) -> Option<Arc<K>>) -> T) -> T {
+        let contents = self.read();
+        let by_uid = |uid: &str| contents.keys.get(uid).and_then(|key| contents.objects.get(key)).cloned();
+        look(&contents.projection, &by_uid)
+    }
+
     /// Takes in a version of an object. Returns whether it is newer than what was known.
     pub fn observe(&self, mut object: K) -> bool {
         object.meta_mut().managed_fields = None;

@@ -25,6 +25,7 @@ pub mod queue;
 pub mod right;
 pub mod run;
 pub mod session;
+pub mod space;
 pub mod storage_pool;
 pub mod streams;
 pub mod tls;

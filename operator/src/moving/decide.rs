@@ -37,6 +37,8 @@ pub struct Sight<'a> {
     pub status: Option<&'a MoveStatus>,
     /// Where the image is, and its size; `None`: there is none.
     pub image: Option<(PoolId, Bytes)>,
+    /// A size that was accepted, and that it gets at the next start.
+    pub grows_to: Option<Bytes>,
     pub right: Right,
     pub is_deleting: bool,
     /// An execution uses it, or a start is about to.
@@ -246,8 +248,9 @@ impl Next<'_> {
             return explain(status, "NodeUnreachable", message);
         };
         let is_first = status.state == MoveState::Pending;
-        if let Some(free) = sight.cluster.free_in(&node, &status.to).filter(|free| *free < size && is_first) {
-            let message = format!("storage pool {} has {free} free, the image of {size} needs as much", status.to);
+        let needed = sight.grows_to.map_or(size, |to| to.max(size));
+        if let Some(free) = sight.cluster.free_in(&node, &status.to).filter(|free| *free < needed && is_first) {
+            let message = format!("storage pool {} has {free} free, the image of {needed} needs as much", status.to);
             return self.fail(status, "PoolFull", message);
         }
         let void = |node: &NodeId, incarnation| sight.cluster.void(node, incarnation);
@@ -312,7 +315,8 @@ impl Next<'_> {
                     };
                     return give_up(status, reason, &format!("node {}: {}", holder.node, word.message));
                 }
-                _ => (status.reason, status.message) = (None, None),
+                _ if word.message.is_empty() => (status.reason, status.message) = (None, None),
+                _ => explain(status, "NodeWaits", format!("node {}: {}", holder.node, word.message)),
             }
         }
         if sight.cluster.session(&holder.node) != Some(holder.incarnation) {

@@ -26,12 +26,12 @@ pub struct Claim {
     pub promised: Bytes,
 }
 
-/// `size` is that of the image.
-pub fn claim(moving: Option<&MoveStatus>, size: Bytes) -> Option<Claim> {
+/// `size` is that of the image, `allocated` what it may grow to.
+pub fn claim(moving: Option<&MoveStatus>, size: Bytes, allocated: Bytes) -> Option<Claim> {
     let moving = moving.filter(|moving| moving.state == MoveState::Copying)?;
     let total = moving.total_bytes.unwrap_or(size);
     let promised = total.saturating_sub(moving.copied_bytes.unwrap_or_default());
-    Some(Claim { pool: moving.to.clone(), allocated: size, promised })
+    Some(Claim { pool: moving.to.clone(), allocated, promised })
 }
 
 /// Whether something of it is left to be done.

@@ -3,7 +3,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use kibo_crds::{Bytes, Epoch, MoveStatus, NodeId, PoolId};
+use kibo_crds::{Epoch, MoveStatus, NodeId};
 use kibo_protocol::v1::{self, to_node::Message};
 
 use super::{Action, Discarded, Removal, Word};
@@ -145,24 +145,5 @@ pub fn points(old: Option<&MoveStatus>, new: Option<&MoveStatus>) -> (Option<&'s
 pub async fn reach(point: Option<&'static str>) {
     if let Some(point) = point {
         kibo_failpoint::reach(point).await;
-    }
-}
-
-impl World {
-    /// What may be put into a pool by this node; `None`: not known.
-    pub(crate) fn room_in(&self, node: &NodeId, pool: &PoolId) -> Option<Bytes> {
-        let snapshot = self.ctx.registry.snapshot_of(node)?;
-        let declared = snapshot.pools.iter().find(|declared| declared.id == *pool)?;
-        // Under the lock of the index: a promise that turns into an execution is counted once.
-        let (layers, starts) = self.workspaces.project(|index| {
-            let starts = self.ledger.sums(|instance| index.key_of(instance).is_some()).1;
-            ((index.promised_in(pool), index.pool(pool).allocated), starts.get(pool).copied().unwrap_or_default())
-        });
-        let volumes = self.volumes.project(|index| (index.promised_in(pool), index.pool(pool).allocated));
-        let less = |amount: Bytes, taken: [Bytes; 3]| taken.into_iter().fold(amount, Bytes::saturating_sub);
-        let free = declared.free.map(|free| less(free, [layers.0, volumes.0, starts]));
-        let capacity = self.ctx.pools.limit(pool).or(declared.capacity);
-        let unallocated = capacity.map(|capacity| less(capacity, [layers.1, volumes.1, starts]));
-        free.into_iter().chain(unallocated).min()
     }
 }

@@ -100,6 +100,7 @@ struct Sim {
     right: Right,
     pool: PoolId,
     has_image: bool,
+    grows_to: Option<Bytes>,
     is_deleting: bool,
     in_use: bool,
     heard: Heard,
@@ -121,6 +122,7 @@ impl Sim {
             right: Right { epoch: Some(Epoch(4)), ..Right::default() },
             pool: pool("old"),
             has_image: true,
+            grows_to: None,
             is_deleting: false,
             in_use: false,
             heard: Heard::default(),
@@ -137,6 +139,7 @@ impl Sim {
             request: self.request.as_ref(),
             status: self.status.as_ref(),
             image: self.has_image.then(|| (self.pool.clone(), Bytes::mib(1024))),
+            grows_to: self.grows_to,
             right: self.right.clone(),
             is_deleting: self.is_deleting,
             in_use: self.in_use,
@@ -254,7 +257,7 @@ impl Sim {
 
 #[test]
 fn what_cannot_be_moved_is_refused_with_the_reason() {
-    let table: [(&str, &str, Change); 7] = [
+    let table: [(&str, &str, Change); 8] = [
         ("NoImage", "no image yet", |sim| sim.has_image = false),
         ("InUse", "stop the Workspace first", |sim| sim.in_use = true),
         ("NotAttached", "old is attached to a, b, c; new to no node", |sim| drop(sim.facts.members.remove("new"))),
@@ -263,6 +266,9 @@ fn what_cannot_be_moved_is_refused_with_the_reason() {
         }),
         ("PoolLost", "new was declared lost", |sim| sim.facts.lost = Some("new")),
         ("PoolFull", "has 1000 free", |sim| sim.facts.free = Some(1000)),
+        ("PoolFull", "the image of 2Gi needs as much", |sim| {
+            (sim.facts.free, sim.grows_to) = (Some(Bytes::mib(1500).0), Some(Bytes::mib(2048)));
+        }),
         ("Cancelled", "taken back", |sim| {
             sim.facts.sessions.clear();
             sim.run();
@@ -366,6 +372,25 @@ fn a_failure_leaves_it_where_it_was_and_a_pool_that_is_away_is_waited_for() {
     sim.run();
     assert_eq!((sim.state(), sim.reason()), (MoveState::Copying, "PoolUnavailable"));
     assert!(matches!(sim.look().action, Some(Action::Copy { .. })), "it is tried again");
+}
+
+#[test]
+fn what_a_node_waits_for_while_it_copies_is_told() {
+    let mut sim = Sim::new();
+    sim.says = (v1::MoveState::Copying, v1::ObjectFailure::Unspecified);
+    sim.run();
+    let mut word = sim.heard.word.clone().unwrap();
+    word.message = "waits for its move to storage pool third".to_owned();
+    sim.heard.word = Some(word.clone());
+    let decision = sim.look();
+    let status = decision.status.unwrap();
+    assert_eq!((status.state, status.reason.as_deref()), (MoveState::Copying, Some("NodeWaits")));
+    assert_eq!(status.message.as_deref(), Some("node a: waits for its move to storage pool third"));
+    assert!(matches!(decision.action, Some(Action::Copy { .. })), "it is looked after");
+    sim.status = Some(status);
+    word.message = String::new();
+    sim.heard.word = Some(word);
+    assert_eq!(sim.look().status.unwrap().reason, None, "it goes on");
 }
 
 #[test]

@@ -139,6 +139,7 @@ fn advance_move(sight: &Sight<'_>, status: &mut VolumeStatus, is_deleting: bool)
         request,
         status: status.r#move.as_ref(),
         image: status.pool.clone().zip(status.size),
+        grows_to: status.grow_to,
         right: status.right(),
         is_deleting,
         in_use: is_granted_to_current(sight, status),
@@ -182,11 +183,12 @@ fn is_lost(status: &VolumeStatus) -> bool {
     status.conditions.iter().any(|condition| condition.type_ == lost && condition.status == "True")
 }
 
-/// Accepts the size that was asked for, or says why not. While a Workspace runs with it nothing is judged.
+/// Accepts the size that was asked for, or says why not. While a Workspace runs with it nothing is judged, nor while it is
+/// being moved: the pool that it goes to was found to have room for what was accepted before.
 fn grow(sight: &Sight<'_>, status: &mut VolumeStatus) {
     let (Some(size), Some(pool)) = (status.size, status.pool.clone()) else { return };
     let is_said = |reason| status.conditions.iter().any(|it| it.type_ == RESIZED.to_string() && it.reason == reason);
-    if status.granted_for.is_some() {
+    if status.granted_for.is_some() || status.r#move.as_ref().is_some_and(|moving| moving.state.holds()) {
         if status.grow_to.is_none() && is_said(growth::AT_NEXT_START) {
             set_resized(sight, status, None);
         }

@@ -1,6 +1,6 @@
 //! The size that is asked of a Volume, one that was made for nobody, and one in a pool that was lost.
 
-use kibo_crds::{Bytes, Epoch, Incarnation, NodeId, PoolId, volume::GrantedFor, volume::VolumeSpec};
+use kibo_crds::{Bytes, Epoch, Incarnation, MoveState, NodeId, PoolId, volume::GrantedFor, volume::VolumeSpec};
 
 use super::*;
 use crate::node::Void;
@@ -88,6 +88,17 @@ fn a_volume_grows_to_what_its_pool_can_hold() {
     assert_eq!((refused.grow_to, unmet(&refused)), (None, Some("ResourceExhausted")));
     let agrees = after(&asked(64), 0);
     assert_eq!((agrees.grow_to, unmet(&agrees)), (None, None));
+}
+
+#[test]
+fn nothing_grows_while_it_is_being_moved() {
+    let mut volume = asked(128);
+    let moving = serde_json::json!({ "to": "q", "state": "Copying", "startedAt": "2026-01-01T00:00:00Z", "epoch": 1 });
+    volume.status.as_mut().unwrap().r#move = Some(serde_json::from_value(moving).unwrap());
+    let status = after(&volume, 1024);
+    assert_eq!((status.grow_to, unmet(&status)), (None, None), "the pool that it goes to was not asked for that");
+    volume.status.as_mut().unwrap().r#move.as_mut().unwrap().state = MoveState::Finished;
+    assert_eq!(after(&volume, 1024).grow_to, Some(Bytes::mib(128)));
 }
 
 #[test]

@@ -9,6 +9,7 @@ use crate::{
     held::{Held, HeldByNode},
     moving,
     session::hooks::PoolUsage,
+    space,
     workspace::launch::volume_size,
 };
 
@@ -25,15 +26,6 @@ pub struct ByHolder {
     /// By the uid of the Workspace that binds them.
     bound: HashMap<String, BTreeSet<Key>>,
     moving: BTreeSet<Key>,
-}
-
-/// What the image is about to take: all of it while it is not made, and what it grows by while it is being started.
-fn promised_to(status: &VolumeStatus, size: Bytes) -> Bytes {
-    match (status.size, &status.granted_for) {
-        (None, _) => size,
-        (Some(made), Some(_)) => status.grow_to.unwrap_or(made).saturating_sub(made),
-        (Some(_), None) => Bytes(0),
-    }
 }
 
 impl ByHolder {
@@ -101,11 +93,11 @@ impl Projection<Volume> for ByHolder {
                     self.bound.remove(&bound.uid);
                 }
             }
-            if let Some(claim) = moving::claim(status.r#move.as_ref(), size) {
-                let pool = self.pools.entry(claim.pool.clone()).or_default();
-                pool.allocated = pool.allocated.saturating_sub(claim.allocated);
-                let promised = self.promised.entry(claim.pool).or_default();
-                *promised = promised.saturating_sub(claim.promised);
+            for (pool, taken) in space::of_volume(status, size) {
+                let usage = self.pools.entry(pool.clone()).or_default();
+                usage.allocated = usage.allocated.saturating_sub(taken.allocated);
+                let promised = self.promised.entry(pool).or_default();
+                *promised = promised.saturating_sub(taken.promised);
             }
             if let Some(remover) = status.r#move.as_ref().and_then(kibo_crds::MoveStatus::remover) {
                 self.held.subtract(&remover, None);
@@ -118,21 +110,18 @@ impl Projection<Volume> for ByHolder {
             }
             if let Some(pool) = &status.pool {
                 let usage = self.pools.entry(pool.clone()).or_default();
-                usage.allocated = usage.allocated.saturating_sub(status.grow_to.unwrap_or(size));
                 usage.objects = usage.objects.saturating_sub(1);
-                let promised = self.promised.entry(pool.clone()).or_default();
-                *promised = promised.saturating_sub(promised_to(status, size));
             }
         }
         if let Some((status, size)) = Self::status_of(new) {
             if let Some(bound) = &status.bound_to {
                 self.bound.entry(bound.uid.clone()).or_default().insert(key.clone());
             }
-            if let Some(claim) = moving::claim(status.r#move.as_ref(), size) {
-                let pool = self.pools.entry(claim.pool.clone()).or_default();
-                pool.allocated.0 = pool.allocated.0.saturating_add(claim.allocated.0);
-                let promised = self.promised.entry(claim.pool).or_default();
-                promised.0 = promised.0.saturating_add(claim.promised.0);
+            for (pool, taken) in space::of_volume(status, size) {
+                let usage = self.pools.entry(pool.clone()).or_default();
+                usage.allocated.0 = usage.allocated.0.saturating_add(taken.allocated.0);
+                let promised = self.promised.entry(pool).or_default();
+                promised.0 = promised.0.saturating_add(taken.promised.0);
             }
             if let Some(remover) = status.r#move.as_ref().and_then(kibo_crds::MoveStatus::remover) {
                 self.held.add(&remover, None);
@@ -142,11 +131,7 @@ impl Projection<Volume> for ByHolder {
                 self.keys.entry(holder.node.clone()).or_default().insert(key.clone());
             }
             if let Some(pool) = &status.pool {
-                let usage = self.pools.entry(pool.clone()).or_default();
-                usage.allocated.0 = usage.allocated.0.saturating_add(status.grow_to.unwrap_or(size).0);
-                usage.objects += 1;
-                let promised = self.promised.entry(pool.clone()).or_default();
-                promised.0 = promised.0.saturating_add(promised_to(status, size).0);
+                self.pools.entry(pool.clone()).or_default().objects += 1;
             }
         }
     }

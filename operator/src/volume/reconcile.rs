@@ -2,7 +2,9 @@
 
 use std::{sync::Arc, time::Duration};
 
-use kibo_crds::{InstanceId, MoveState, MoveStatus, TransferState, VOLUME_FINALIZER, Volume, node::Holder};
+use kibo_crds::{
+    InstanceId, MoveState, MoveStatus, TransferState, VOLUME_FINALIZER, Volume, node::Holder, volume::VolumeStatus,
+};
 use kibo_protocol::v1::{self, to_node::Message};
 use kube::ResourceExt as _;
 use serde_json::json;
@@ -14,6 +16,7 @@ use crate::{
     guarded::{self, WriteError},
     moving,
     session::ObjectCommand,
+    space::{self, ByPool},
     workspace::{
         draft::Notice,
         event::{ObjectFact, volume_fact},
@@ -71,7 +74,9 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
         cluster: &**world,
         now: now(),
     };
-    let Decision { status, action, moving } = decide::decide(&sight);
+    let more = |decided: &Decision| more(&volume, decided.status.as_deref());
+    let (decided, claim) = world.ledger.in_turn(&*volume, || decide::decide(&sight), more);
+    let Decision { status, action, moving } = decided;
     let mut wrote = false;
     if let Some(status) = status {
         tracing::debug!(phase = ?status.phase, ?action, "status");
@@ -83,7 +88,11 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
         }
         let failed = failed_move(stored, status.r#move.as_ref());
         let lets_go = status.holder.is_none() && volume.status.as_ref().is_some_and(|it| it.holder.is_some());
+        if claim.is_some() {
+            kibo_failpoint::reach("space-claimed").await;
+        }
         world.write_volume(&volume, *status).await?;
+        drop(claim);
         if lets_go {
             kibo_failpoint::reach("volume-voided").await;
         }
@@ -103,6 +112,14 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
         Step::Rest => Ok(moves),
         step => Ok(step),
     }
+}
+
+/// What the Volume is about to take of pools beside what is stored.
+fn more(volume: &Volume, status: Option<&VolumeStatus>) -> ByPool {
+    let Some(status) = status else { return ByPool::new() };
+    let before = volume.status.clone().unwrap_or_default();
+    let size = launch::volume_size(volume);
+    space::more(space::of_volume(&before, size), space::of_volume(status, size))
 }
 
 /// What people are told when a move has just failed.

@@ -2,10 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use kibo_crds::{
-    Bytes, InstanceId, NodeId, PoolId, Workspace,
-    workspace::{LayerStatus, WorkspacePhase, WorkspaceStatus},
-};
+use kibo_crds::{Bytes, InstanceId, NodeId, PoolId, Workspace, workspace::WorkspacePhase};
 
 use crate::{
     cache::{Cache, Key, Projection},
@@ -13,6 +10,7 @@ use crate::{
     moving,
     placement::Used,
     session::hooks::PoolUsage,
+    space,
     workspace::decide::UNAVAILABLE,
 };
 
@@ -115,16 +113,6 @@ impl Projection<Workspace> for ByNode {
     }
 }
 
-/// What the layer is about to take: all of it while it is not made, and what it grows by while it is being started.
-fn promised_to(status: &WorkspaceStatus, layer: &LayerStatus) -> Bytes {
-    let whole = layer.grow_to.unwrap_or(layer.size);
-    match (layer.created, &status.execution) {
-        (false, _) => whole,
-        (true, Some(_)) => whole.saturating_sub(layer.size),
-        (true, None) => Bytes(0),
-    }
-}
-
 impl ByNode {
     fn add(&mut self, key: &Key, workspace: &Workspace) {
         for node in nodes_of(workspace) {
@@ -145,17 +133,13 @@ impl ByNode {
             self.held_layers.add(holder, status.writable_layer.as_ref().map(|layer| &layer.pool));
         }
         if let Some(layer) = &status.writable_layer {
-            let pool = self.pools.entry(layer.pool.clone()).or_default();
-            pool.allocated.0 = pool.allocated.0.saturating_add(layer.grow_to.unwrap_or(layer.size).0);
-            pool.objects += 1;
-            let promised = self.promised.entry(layer.pool.clone()).or_default();
-            promised.0 = promised.0.saturating_add(promised_to(status, layer).0);
-            if let Some(claim) = moving::claim(status.r#move.as_ref(), layer.size) {
-                let pool = self.pools.entry(claim.pool.clone()).or_default();
-                pool.allocated.0 = pool.allocated.0.saturating_add(claim.allocated.0);
-                let promised = self.promised.entry(claim.pool).or_default();
-                promised.0 = promised.0.saturating_add(claim.promised.0);
-            }
+            self.pools.entry(layer.pool.clone()).or_default().objects += 1;
+        }
+        for (pool, taken) in space::of_layer(status) {
+            let usage = self.pools.entry(pool.clone()).or_default();
+            usage.allocated.0 = usage.allocated.0.saturating_add(taken.allocated.0);
+            let promised = self.promised.entry(pool).or_default();
+            promised.0 = promised.0.saturating_add(taken.promised.0);
         }
     }
 
@@ -182,17 +166,13 @@ impl ByNode {
         }
         if let Some(layer) = &status.writable_layer {
             let pool = self.pools.entry(layer.pool.clone()).or_default();
-            pool.allocated = pool.allocated.saturating_sub(layer.grow_to.unwrap_or(layer.size));
             pool.objects = pool.objects.saturating_sub(1);
-            if let Some(promised) = self.promised.get_mut(&layer.pool) {
-                *promised = promised.saturating_sub(promised_to(status, layer));
-            }
-            if let Some(claim) = moving::claim(status.r#move.as_ref(), layer.size) {
-                let pool = self.pools.entry(claim.pool.clone()).or_default();
-                pool.allocated = pool.allocated.saturating_sub(claim.allocated);
-                let promised = self.promised.entry(claim.pool).or_default();
-                *promised = promised.saturating_sub(claim.promised);
-            }
+        }
+        for (pool, taken) in space::of_layer(status) {
+            let usage = self.pools.entry(pool.clone()).or_default();
+            usage.allocated = usage.allocated.saturating_sub(taken.allocated);
+            let promised = self.promised.entry(pool).or_default();
+            *promised = promised.saturating_sub(taken.promised);
         }
     }
 }

@@ -1,15 +1,19 @@
-//! Offers and commits in flight: room that is promised and not yet to be seen in any stored object.
+//! Offers, commits and growths in flight: room that is promised and not yet to be seen in any stored object.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::HashMap,
     sync::{Arc, Mutex, MutexGuard},
 };
 
 use kibo_crds::{Bytes, InstanceId, NodeId, PoolId};
+use kube::{Resource, ResourceExt as _};
 use tokio::sync::Notify;
 
-use super::index::add_all;
-use crate::{node::NodeIndex, placement::Used};
+use crate::{
+    node::NodeIndex,
+    placement::Used,
+    space::{self, ByPool, Taken},
+};
 
 /// What one offer promises.
 #[derive(Clone, Debug)]
@@ -19,51 +23,102 @@ pub struct Promise {
     pub pools: Vec<(PoolId, Bytes)>,
 }
 
+/// What an object that exists is about to take more than before: it grows, or a move of it begins.
+struct More {
+    /// Of the object that it was decided on. Its status is written in the place of that one or not at all.
+    version: String,
+    pools: ByPool,
+}
+
 /// All promises of this leader. Cheap to clone.
 #[derive(Clone)]
 pub struct Ledger {
     promises: Arc<Mutex<HashMap<InstanceId, Promise>>>,
+    /// By the uid of the object.
+    claims: Arc<Mutex<HashMap<String, More>>>,
+    /// Whoever looks for room and takes it is alone with that.
+    turn: Arc<Mutex<()>>,
     nodes: NodeIndex,
     room: Arc<Notify>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().expect("no holder of this lock panics")
 }
 
 impl Ledger {
     /// `room` is notified whenever a promise ends.
     pub fn new(nodes: NodeIndex, room: Arc<Notify>) -> Self {
-        Self { promises: Arc::default(), nodes, room }
+        Self { promises: Arc::default(), claims: Arc::default(), turn: Arc::default(), nodes, room }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<InstanceId, Promise>> {
-        self.promises.lock().expect("no holder of this lock panics")
+    /// Until it is dropped, nobody else takes room that they have found.
+    pub fn turn(&self) -> MutexGuard<'_, ()> {
+        lock(&self.turn)
+    }
+
+    /// Makes a decision about an object. One that takes more of a pool than is stored is made once more while nobody else
+    /// takes any, and what it takes is held until the claim is dropped: after it is in the index, or came to nothing.
+    pub fn in_turn<K: Resource, D>(
+        &self,
+        object: &K,
+        decide: impl Fn() -> D,
+        more: impl Fn(&D) -> ByPool,
+    ) -> (D, Option<Claim>) {
+        let decision = decide();
+        if more(&decision).is_empty() {
+            return (decision, None);
+        }
+        let _turn = self.turn();
+        let decision = decide();
+        let pools = more(&decision);
+        if pools.is_empty() {
+            return (decision, None);
+        }
+        let (uid, version) = (object.uid().unwrap_or_default(), object.resource_version().unwrap_or_default());
+        lock(&self.claims).insert(uid.clone(), More { version: version.clone(), pools });
+        (decision, Some(Claim { uid, version, ledger: self.clone() }))
+    }
+
+    /// Sums over all claims of objects of which nothing newer is stored: what is stored counts by itself.
+    /// `version` is of what is stored, by uid.
+    pub fn claimed(&self, version: impl Fn(&str) -> Option<String>) -> ByPool {
+        let mut sums = ByPool::new();
+        for (uid, more) in &*lock(&self.claims) {
+            if version(uid).as_ref() == Some(&more.version) {
+                space::add_all(&mut sums, more.pools.clone());
+            }
+        }
+        sums
     }
 
     /// Holds the room until the reservation is dropped.
     pub fn promise(&self, instance: InstanceId, promise: Promise) -> Reservation {
         self.nodes.touch(&promise.node);
-        self.lock().insert(instance, promise);
+        lock(&self.promises).insert(instance, promise);
         Reservation { instance, ledger: self.clone() }
     }
 
     /// Whether a start with this Instance is under way here.
     pub fn is_starting(&self, instance: InstanceId) -> bool {
-        self.lock().contains_key(&instance)
+        lock(&self.promises).contains_key(&instance)
     }
 
     pub fn in_flight(&self, node: &NodeId) -> u32 {
-        let count = self.lock().values().filter(|promise| promise.node == *node).count();
+        let count = lock(&self.promises).values().filter(|promise| promise.node == *node).count();
         u32::try_from(count).unwrap_or(u32::MAX)
     }
 
     /// Sums over all promises by node and by pool, without those whose execution is stored: it counts by itself there, as
     /// do its disks.
-    pub fn sums(&self, is_stored: impl Fn(InstanceId) -> bool) -> (HashMap<NodeId, Used>, BTreeMap<PoolId, Bytes>) {
+    pub fn sums(&self, is_stored: impl Fn(InstanceId) -> bool) -> (HashMap<NodeId, Used>, ByPool) {
         let mut nodes: HashMap<NodeId, Used> = HashMap::new();
-        let mut pools = BTreeMap::new();
-        for (instance, promise) in &*self.lock() {
+        let mut pools = ByPool::new();
+        for (instance, promise) in &*lock(&self.promises) {
             if is_stored(*instance) {
                 continue;
             }
-            add_all(&mut pools, promise.pools.iter().map(|(pool, bytes)| (pool, *bytes)));
+            space::add_all(&mut pools, promise.pools.iter().map(|(pool, bytes)| (pool.clone(), Taken::all(*bytes))));
             let used = nodes.entry(promise.node.clone()).or_default();
             used.cpu.0 = used.cpu.0.saturating_add(promise.used.cpu.0);
             used.memory.0 = used.memory.0.saturating_add(promise.used.memory.0);
@@ -81,15 +136,37 @@ pub struct Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        if let Some(promise) = self.ledger.lock().remove(&self.instance) {
+        if let Some(promise) = lock(&self.ledger.promises).remove(&self.instance) {
             self.ledger.nodes.touch(&promise.node);
         }
         self.ledger.room.notify_one();
     }
 }
 
+/// Room held for what one decision takes.
+pub struct Claim {
+    uid: String,
+    version: String,
+    ledger: Ledger,
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        let mut claims = lock(&self.ledger.claims);
+        if claims.get(&self.uid).is_some_and(|more| more.version == self.version) {
+            claims.remove(&self.uid);
+        }
+        drop(claims);
+        self.ledger.room.notify_one();
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
+    use kibo_crds::Volume;
+
     use super::*;
 
     #[test]
@@ -105,6 +182,48 @@ mod tests {
         let _held = [ledger.promise(stored, promise(8)), ledger.promise(offered, promise(1))];
         let (nodes, pools) = ledger.sums(|instance| instance == stored);
         assert_eq!(nodes[&"a".parse::<NodeId>().unwrap()].instances, 1);
-        assert_eq!(pools[&pool], Bytes::mib(1));
+        assert_eq!(pools[&pool], Taken::all(Bytes::mib(1)));
+    }
+
+    fn volume(uid: &str) -> Volume {
+        let spec = serde_json::from_value(serde_json::json!({ "size": "64Mi" })).unwrap();
+        let mut volume = Volume::new(uid, spec);
+        volume.metadata.uid = Some(uid.to_owned());
+        volume.metadata.resource_version = Some("1".to_owned());
+        volume
+    }
+
+    /// A pool has room for one more of ten, and two ask for it.
+    #[test]
+    fn of_two_that_find_the_same_room_one_gets_it() {
+        let ledger = Ledger::new(NodeIndex::default(), Arc::default());
+        let pool: PoolId = "p".parse().unwrap();
+        let ten = Taken { allocated: Bytes(10), promised: Bytes(0) };
+        let unstored = |_: &str| Some("1".to_owned());
+        let has_room = |version: &dyn Fn(&str) -> Option<String>| {
+            let taken = ledger.claimed(version).get(&pool).copied().unwrap_or_default();
+            taken.allocated.0 + 10 <= 15
+        };
+        let more = |accepted: &bool| if *accepted { [(pool.clone(), ten)].into() } else { ByPool::new() };
+        let first = Cell::new(None);
+        let looked = Cell::new(0);
+        let decide = || {
+            looked.set(looked.get() + 1);
+            let found = has_room(&unstored);
+            if looked.get() == 1 {
+                // Between its look and its decision somebody else does the same.
+                first.set(Some(ledger.in_turn(&volume("a"), || has_room(&unstored), more)));
+            }
+            found
+        };
+        let (accepted, claim) = ledger.in_turn(&volume("b"), decide, more);
+        assert!(!accepted && claim.is_none(), "the room is taken");
+        let (accepted, claim) = first.take().unwrap();
+        assert!(accepted && claim.is_some());
+        // What is stored counts by itself, from that moment on.
+        assert!(has_room(&|_| Some("2".to_owned())));
+        assert!(!has_room(&unstored));
+        drop(claim);
+        assert!(has_room(&unstored), "it came to nothing");
     }
 }

@@ -2,7 +2,8 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use kibo_crds::{Bytes, Incarnation, InstanceId, PoolId};
+use kibo_crds::{Bytes, Incarnation, InstanceId, NodeId, PoolId, Volume};
+use kube::ResourceExt as _;
 use tokio::{
     sync::{mpsc, oneshot},
     time::{Duration, Instant},
@@ -16,6 +17,7 @@ use super::{
 use crate::{
     placement::{self, Assignment, CandidateNode, CandidatePool, Demand, Exclusion, PoolAccess, Unplaceable, Used},
     session::{DeclaredPool, NodeSnapshot},
+    space::{self, ByPool},
     storage_pool::Marker,
     volume::Volumes,
 };
@@ -64,6 +66,7 @@ pub async fn run(world: Arc<World>, mut requests: mpsc::UnboundedReceiver<Reques
 
 fn decide(world: &World, batch: Vec<Request>) {
     let snapshots = world.ctx.registry.snapshot();
+    let _turn = world.ledger.turn();
     let nodes = candidates(world, &snapshots);
     let (demands, answers): (Vec<_>, Vec<_>) = batch.into_iter().map(|r| (r.demand, r.answer)).unzip();
     let decided = placement::decide(nodes, &demands, world.settings.strategy);
@@ -91,12 +94,20 @@ fn reserve(world: &World, snapshots: &[NodeSnapshot], assignment: Assignment, de
 fn candidates(world: &World, snapshots: &[NodeSnapshot]) -> Vec<CandidateNode> {
     let oldest = snapshots.iter().filter_map(|snapshot| snapshot.last_assigned).min();
     let mut nodes = Vec::with_capacity(snapshots.len());
-    world.workspaces.project(|index| {
+    world.workspaces.project_with(|index, workspace| {
         // Under the lock of the index: a promise that turns into an execution is counted once, never twice or not at all.
         let starts = || world.ledger.sums(|instance| index.key_of(instance).is_some());
-        let ((promised_nodes, mut promised), volumes) = with_volumes(starts, &world.volumes);
-        let in_flight = promised.clone();
+        let ((promised_nodes, mut in_flight), volumes) = with_volumes(starts, &world.volumes, |volume| {
+            let version = |uid: &str| {
+                let workspace = workspace(uid).and_then(|it| it.resource_version());
+                workspace.or_else(|| volume(uid).and_then(|it| it.resource_version()))
+            };
+            world.ledger.claimed(version)
+        });
+        space::add_all(&mut in_flight, volumes.claimed);
         // Of space a little may be counted twice for a moment.
+        let mut promised: BTreeMap<_, _> =
+            in_flight.iter().map(|(pool, taken)| (pool.clone(), taken.promised)).collect();
         add_all(&mut promised, index.promised());
         add_all(&mut promised, volumes.promised.iter().map(|(pool, bytes)| (pool, *bytes)));
         for snapshot in snapshots {
@@ -114,7 +125,7 @@ fn candidates(world: &World, snapshots: &[NodeSnapshot]) -> Vec<CandidateNode> {
                 unallocated: world.ctx.pools.limit(&pool.id).or(pool.capacity).map(|capacity| {
                     let layers = index.pool(&pool.id).allocated;
                     let volumes = volumes.allocated.get(&pool.id).copied().unwrap_or_default();
-                    let starts = in_flight.get(&pool.id).copied().unwrap_or_default();
+                    let starts = in_flight.get(&pool.id).copied().unwrap_or_default().allocated;
                     capacity.saturating_sub(layers).saturating_sub(volumes).saturating_sub(starts)
                 }),
             });
@@ -142,14 +153,21 @@ fn candidates(world: &World, snapshots: &[NodeSnapshot]) -> Vec<CandidateNode> {
 struct OfVolumes {
     promised: BTreeMap<PoolId, Bytes>,
     allocated: BTreeMap<PoolId, Bytes>,
+    /// By those in which something is about to take more.
+    claimed: ByPool,
 }
 
 /// The promises first: a start stores its Volumes before its execution, for which its promise is left out. So what is
 /// stored meanwhile may count twice, and never not at all.
-fn with_volumes<T>(starts: impl FnOnce() -> T, volumes: &Volumes) -> (T, OfVolumes) {
+fn with_volumes<T>(
+    starts: impl FnOnce() -> T,
+    volumes: &Volumes,
+    claimed: impl FnOnce(&dyn Fn(&str) -> Option<Arc<Volume>>) -> ByPool,
+) -> (T, OfVolumes) {
     let starts = starts();
     let mut sums = OfVolumes::default();
-    volumes.project(|index| {
+    volumes.project_with(|index, volume| {
+        sums.claimed = claimed(volume);
         add_all(&mut sums.promised, index.promised());
         add_all(&mut sums.allocated, index.allocated());
     });
@@ -166,10 +184,18 @@ fn access(world: &World, pool: &DeclaredPool) -> PoolAccess {
 
 /// What may still be allocated in a pool, as the nodes say that reach it now; `None` when none of them can say.
 pub(super) fn room_in(world: &World, pool: &PoolId) -> Option<Bytes> {
-    let snapshots = world.ctx.registry.snapshot();
+    let mut snapshots = world.ctx.registry.snapshot();
+    snapshots.retain(|node| node.pools.iter().any(|declared| declared.id == *pool));
     let pools = candidates(world, &snapshots).into_iter().flat_map(|node| node.pools);
     let reached = pools.filter(|candidate| candidate.id == *pool && candidate.access == PoolAccess::Reached);
-    reached.filter_map(|pool| pool.free.into_iter().chain(pool.unallocated).min()).max()
+    reached.filter_map(|pool| pool.room()).max()
+}
+
+/// The same as one node says.
+pub(super) fn room_of(world: &World, node: &NodeId, pool: &PoolId) -> Option<Bytes> {
+    let snapshot = world.ctx.registry.snapshot_of(node)?;
+    let pools = candidates(world, &[snapshot]).into_iter().flat_map(|node| node.pools);
+    pools.filter(|candidate| candidate.id == *pool).find_map(|pool| pool.room())
 }
 
 fn closed(snapshot: &NodeSnapshot) -> Option<Exclusion> {
@@ -188,7 +214,7 @@ fn closed(snapshot: &NodeSnapshot) -> Option<Exclusion> {
 
 #[cfg(test)]
 mod tests {
-    use kibo_crds::{Volume, volume::VolumeStatus};
+    use kibo_crds::volume::VolumeStatus;
 
     use super::*;
 
@@ -203,7 +229,7 @@ mod tests {
         volume.metadata.resource_version = Some("1".to_owned());
         volume.status = Some(VolumeStatus { pool: Some(pool.clone()), ..VolumeStatus::default() });
         let nothing_is_promised = || assert!(volumes.observe(volume));
-        let ((), sums) = with_volumes(nothing_is_promised, &volumes);
+        let ((), sums) = with_volumes(nothing_is_promised, &volumes, |_| ByPool::new());
         assert_eq!(sums.allocated.get(&pool), Some(&Bytes::mib(64)));
         assert_eq!(sums.promised.get(&pool), Some(&Bytes::mib(64)));
     }

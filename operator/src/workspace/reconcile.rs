@@ -7,7 +7,7 @@ use kibo_crds::{
     node::Holder,
     tombstone::WorkspaceTombstoneSpec,
     volume::{BoundTo, VolumeSpec},
-    workspace::PowerState,
+    workspace::{PowerState, WorkspaceStatus},
 };
 use kibo_protocol::v1::{self, to_node::Message};
 use kube::{
@@ -30,6 +30,7 @@ use crate::{
     guarded::{self, WriteError},
     moving,
     session::ObjectCommand,
+    space::{self, ByPool},
 };
 
 /// Steps in one go; more than that is a fault in the decisions.
@@ -95,7 +96,9 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
     };
     let (template, volume) = (world.template_of(&workspace), world.volume_of(&workspace));
     let sight = sight(world, &workspace, template.as_deref(), volume.as_deref());
-    let Decision { outcome, action, moving, word } = decide::decide(&sight);
+    let more = |decided: &Decision| more(&workspace, decided.outcome.status.as_deref());
+    let (decided, claim) = world.ledger.in_turn(&*workspace, || decide::decide(&sight), more);
+    let Decision { outcome, action, moving, word } = decided;
     let (mut workspace, mut wrote, mut unsaid) = (workspace, false, None);
     if let Some(status) = outcome.status {
         let is_first_start = matches!(action, Action::Start(_)) && workspace.status.is_none();
@@ -119,6 +122,9 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
                 world.hearsay.forget(workspace.metadata.uid.as_deref().unwrap_or_default());
             }
             let ends = status.execution.is_none() && workspace.status.as_ref().is_some_and(|it| it.execution.is_some());
+            if claim.is_some() {
+                kibo_failpoint::reach("space-claimed").await;
+            }
             world.write_workspace(&workspace, *status).await?;
             if ends {
                 kibo_failpoint::reach("execution-voided").await;
@@ -129,6 +135,7 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
             wrote = true;
         }
     }
+    drop(claim);
     if wrote && matches!(action, Action::Start(_)) {
         // A start is guarded by the version that it was decided on, which is not the one just written.
         return Ok(Step::Again);
@@ -169,6 +176,13 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
     Ok(step)
 }
 
+/// What the layer is about to take of pools beside what is stored.
+fn more(workspace: &Workspace, status: Option<&WorkspaceStatus>) -> ByPool {
+    let Some(status) = status else { return ByPool::new() };
+    let before = workspace.status.iter().flat_map(space::of_layer);
+    space::more(before, space::of_layer(status))
+}
+
 /// Whether its spec asks for a Volume or a size that it did not get and may get yet.
 fn has_unmet_wish(workspace: &Workspace) -> bool {
     let conditions = workspace.status.iter().flat_map(|status| &status.conditions);
@@ -176,8 +190,8 @@ fn has_unmet_wish(workspace: &Workspace) -> bool {
     unmet.any(|it| [ConditionType::Resized, ConditionType::VolumeBound].iter().any(|kind| it.type_ == kind.to_string()))
 }
 
-fn log_decision(workspace: &Workspace, status: &kibo_crds::workspace::WorkspaceStatus, action: &Action) {
-    let phase = |status: Option<&kibo_crds::workspace::WorkspaceStatus>| status.and_then(|status| status.phase);
+fn log_decision(workspace: &Workspace, status: &WorkspaceStatus, action: &Action) {
+    let phase = |status: Option<&WorkspaceStatus>| status.and_then(|status| status.phase);
     let (from, to) = (phase(workspace.status.as_ref()), phase(Some(status)));
     if from != to {
         let action = format!("{action:?}").split([' ', '{', '(']).next().unwrap_or_default().to_owned();

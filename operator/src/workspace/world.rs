@@ -388,7 +388,7 @@ impl Cluster for World {
     }
 
     fn free_in(&self, node: &NodeId, pool: &PoolId) -> Option<Bytes> {
-        self.room_in(node, pool)
+        placer::room_of(self, node, pool)
     }
 
     fn heard(&self, uid: &str) -> Heard {

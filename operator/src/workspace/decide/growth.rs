@@ -11,7 +11,11 @@ use crate::{
 pub const RESIZE: &str = "resize";
 
 /// Accepts the size, or says why not. A layer that does not exist is made in that size: there is nothing to judge.
+/// Nothing is judged while it is being moved: the pool that it goes to was found to have room for what was accepted before.
 pub(super) fn take(sight: &Sight<'_>, draft: &mut Draft<'_>) {
+    if draft.status.r#move.as_ref().is_some_and(|moving| moving.state.holds()) {
+        return;
+    }
     let asked = sight.workspace.spec.writable_layer.clone().unwrap_or_default();
     let wanted = asked.size.as_ref().and_then(|size| size.amount().ok());
     let request_id = asked.request_id.clone();

@@ -193,6 +193,7 @@ fn advance_move(sight: &Sight<'_>, draft: &mut Draft<'_>, is_deleting: bool) -> 
         request,
         status: draft.status.r#move.as_ref(),
         image: layer.map(|layer| (layer.pool.clone(), layer.size)),
+        grows_to: layer.and_then(|layer| layer.grow_to),
         right: draft.status.right(),
         is_deleting,
         in_use: draft.status.execution.is_some() || crate::transfer::is_open(draft.status.transfer.as_ref()),

@@ -83,6 +83,19 @@ fn a_size_that_the_pool_cannot_hold_is_refused_and_can_be_lowered() {
 }
 
 #[test]
+fn nothing_is_judged_while_the_layer_is_being_moved() {
+    let mut workspace = asking("3Gi", Some("grow"));
+    let moving = serde_json::json!({ "to": "q", "state": "Copying", "startedAt": "2026-01-01T00:00:00Z" });
+    workspace.status.as_mut().unwrap().r#move = Some(serde_json::from_value(moving).unwrap());
+    workspace.spec.r#move = Some(kibo_crds::MoveRequest { to: "q".parse().unwrap(), request_id: None });
+    let meanwhile = look(&workspace, &with_room(4096)).outcome.status;
+    let grow_to = |status: &WorkspaceStatus| status.writable_layer.as_ref().and_then(|layer| layer.grow_to);
+    assert!(meanwhile.as_ref().is_none_or(|it| grow_to(it).is_none() && it.commands.is_empty()), "{meanwhile:?}");
+    workspace.status.as_mut().unwrap().r#move.as_mut().unwrap().state = kibo_crds::MoveState::Finished;
+    assert_eq!(grow_to(status(&look(&workspace, &with_room(4096)))), Some(Bytes::mib(3072)));
+}
+
+#[test]
 fn a_layer_that_does_not_exist_is_made_in_the_size_that_was_asked_for() {
     let mut workspace = asking("3Gi", Some("grow"));
     workspace.status.as_mut().unwrap().writable_layer = None;
