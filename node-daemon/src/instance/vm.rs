@@ -180,7 +180,7 @@ async fn watch_control(
     published: watch::Sender<Option<Qmp>>,
     inputs: mpsc::UnboundedSender<Input>,
 ) {
-    let mut stall = was_stalled.then(|| Stall::survived(&disks, Instant::now()));
+    let mut stall = was_stalled.then(|| Stall::survived(Instant::now()));
     loop {
         let connected = async { Qmp::connect(sockets.connect(CONTROL_SOCKET).await?).await }.await;
         match connected {
@@ -209,9 +209,8 @@ async fn listen_to(
         Ok(RunState::GuestPanicked) => report(Input::Panicked),
         Ok(RunState::IoError) => {
             let failed = qmp.failed_disk().await.ok().flatten();
-            let known = stall.take().filter(|stall| stall.is_of(failed.as_ref()));
-            let found = stall.insert(known.unwrap_or_else(|| Stall::found(disks, failed.as_ref(), Instant::now())));
-            found.failed_again(Instant::now());
+            let found = stall.get_or_insert_with(|| Stall::survived(Instant::now()));
+            found.found(disks, failed.as_ref(), Instant::now());
             report(Input::Noticed(Kind::Paused(found.message())));
         }
         Ok(RunState::Running | RunState::Other) | Err(_) => {}
@@ -221,6 +220,9 @@ async fn listen_to(
             event = events.recv() => event,
             () = tokio::time::sleep(stall::LOOK_EVERY), if stall.is_some() => {
                 if let Some(stalled) = stall.as_mut() {
+                    if stalled.settle(Instant::now()) {
+                        report(Input::Noticed(Kind::Paused(stalled.message())));
+                    }
                     match stalled.next(disks, Instant::now()) {
                         Step::Wait => {}
                         Step::Try => {
@@ -240,15 +242,16 @@ async fn listen_to(
         match event {
             Some(QmpEvent::Shutdown { by_guest, reason }) => report(Input::Off { by_guest, reason }),
             Some(QmpEvent::GuestPanicked) => report(Input::Panicked),
-            Some(QmpEvent::BlockError { disk, stopped, is_full, reason }) => match stall.as_mut() {
-                Some(stalled) if stopped => stalled.failed_again(Instant::now()),
-                None if stopped => {
+            Some(QmpEvent::BlockError { disk, stopped: true, is_full, reason }) => {
+                let stalled = stall.get_or_insert_with(|| Stall::survived(Instant::now()));
+                if stalled.failed(disks, &disk, is_full, &reason, Instant::now()) {
                     tracing::warn!(disk, is_full, reason, "a disk of the guest cannot be written: it stands still");
-                    let begun = stall.insert(Stall::begin(disks, &disk, is_full, &reason, Instant::now()));
-                    report(Input::Noticed(Kind::Paused(begun.message())));
+                    report(Input::Noticed(Kind::Paused(stalled.message())));
                 }
-                _ => tracing::warn!(disk, reason, "a disk of the guest cannot be read"),
-            },
+            }
+            Some(QmpEvent::BlockError { disk, reason, .. }) => {
+                tracing::warn!(disk, reason, "a disk of the guest cannot be read");
+            }
             Some(QmpEvent::AgentPort { .. }) => {}
             Some(QmpEvent::Closed) | None => return,
         }
