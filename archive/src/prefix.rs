@@ -155,11 +155,6 @@ impl Prefix {
 
     /// The same in hexadecimal digits.
     pub fn id(&self) -> String {
-        use std::fmt::Write as _;
-        self.digest().iter().fold(String::with_capacity(2 * DIGEST), |mut text, byte| {
-            // Writing to a String does not fail.
-            let _ = write!(text, "{byte:02x}");
-            text
-        })
+        kibo_crds::hex(self.digest())
     }
 }

@@ -6,9 +6,8 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::KubeSchema;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use sha2::{Digest as _, Sha256};
 
-use crate::CommandId;
+use crate::{CommandId, short_digest};
 
 /// What came of a command that carried an id.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
@@ -76,6 +75,5 @@ impl Requested {
 
 /// First 16 hexadecimal digits of the SHA-256 of the content's JSON, as records and revisions have it.
 pub fn digest(content: &impl Serialize) -> String {
-    let bytes = serde_json::to_vec(content).unwrap_or_default();
-    Sha256::digest(bytes).iter().take(8).fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
+    short_digest(serde_json::to_vec(content).unwrap_or_default())
 }

@@ -14,6 +14,7 @@ mod command;
 mod condition;
 mod counters;
 mod decimal;
+mod hex;
 mod ids;
 mod labels;
 mod moving;
@@ -39,6 +40,7 @@ pub use amounts::{AmountError, Bytes, CapacityQuantity, CpuQuantity, MemoryQuant
 pub use command::{CommandRecord, CommandResult, Order, Requested, digest};
 pub use condition::{ConditionType, condition, set_condition};
 pub use counters::{Epoch, Incarnation, SequenceNumber, Term};
+pub use hex::{hex, short_digest};
 pub use ids::{IdError, InstanceId, WorkspaceId};
 pub use labels::{CLUSTER_ID_CONFIG_MAP, FIELD_MANAGER, GROUP, VERSION, VOLUME_FINALIZER, WORKSPACE_FINALIZER};
 pub use moving::{MoveRequest, MoveState, MoveStatus};

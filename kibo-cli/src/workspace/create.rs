@@ -276,14 +276,14 @@ fn built(args: Create) -> Result<Workspace> {
 
 /// The name of a Workspace that its creator did not name: the same for the same command.
 fn derived_name(id: &CommandId) -> String {
-    format!("cmd-{}", power::short_digest(id.as_str().as_bytes()))
+    format!("cmd-{}", kibo_crds::short_digest(id.as_str()))
 }
 
 /// Notes the command and its input, without the power request, which carries the id.
 fn mark(workspace: &mut Workspace, command_id: Option<&CommandId>) -> Result<()> {
     let Some(id) = command_id else { return Ok(()) };
     let input = serde_json::to_vec(&(&workspace.spec, workspace.labels())).map_err(std::io::Error::other)?;
-    let digest = power::short_digest(&input);
+    let digest = kibo_crds::short_digest(&input);
     let annotations = workspace.annotations_mut();
     annotations.insert(COMMAND_ANNOTATION.to_owned(), id.to_string());
     annotations.insert(DIGEST_ANNOTATION.to_owned(), digest);

@@ -9,7 +9,6 @@ use kube::{
     Api, ResourceExt as _,
     api::{Patch, PatchParams},
 };
-use sha2::{Digest as _, Sha256};
 use ulid::Ulid;
 
 use super::{Start, Stop, page::One, target};
@@ -190,11 +189,6 @@ fn record<'a>(workspace: &'a Workspace, request: &PowerRequest) -> Option<&'a Co
 /// The digest under which the operator notes a request.
 fn digest(request: &PowerRequest) -> String {
     kibo_crds::digest(request)
-}
-
-/// First 16 hexadecimal digits of the SHA-256.
-pub fn short_digest(input: &[u8]) -> String {
-    Sha256::digest(input).iter().take(8).fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
 }
 
 /// Waits for the outcome of a request that is recorded.
