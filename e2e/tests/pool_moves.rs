@@ -46,6 +46,7 @@ const DAEMON: &[&str] = &[
     "move-target-taken",
     "move-copying",
     "move-synced",
+    "move-verified",
     "move-named",
     "copy-put-aside",
     "copy-image-removed",

@@ -63,7 +63,7 @@ async fn of_two_growths_one_fits(place: &Place, node: &str) -> Result<()> {
     done(place, &format!("storage-pool set-capacity {pool} 620Mi")).await?;
     let is_set = |it: &StoragePool| it.status.as_ref().is_some_and(|it| it.capacity.as_deref() == Some("620Mi"));
     place.watched(place.all::<StoragePool>(), &pool, "has its capacity", LIMIT.as_secs(), is_set).await?;
-    let resize = |size: Option<&str>| Patch::Merge(json!({"spec": {"writableLayer": {"size": size}}}));
+    let resize = |layer: Value| Patch::Merge(json!({"spec": {"writableLayer": layer}}));
     let (api, params) = (place.api::<Workspace>(), PatchParams::default());
     let grows_to = |it: &Workspace| {
         let layer = it.status.as_ref().and_then(|status| status.writable_layer.as_ref());
@@ -72,14 +72,14 @@ async fn of_two_growths_one_fits(place: &Place, node: &str) -> Result<()> {
 
     let points = Failpoints::of(place.cluster(), &Component::Operator)?;
     points.arm(&["space-claimed"], Action::Wait)?;
-    api.patch("w", &params, &resize(Some("512Mi"))).await?;
+    api.patch("w", &params, &resize(json!({"size": "512Mi"}))).await?;
     points.all_reached(&["space-claimed"], LIMIT).await?;
     refused(&kibo(place, "volume resize v --size 320Mi").await?, 15, "has 44Mi left")?;
     points.clear()?;
     let grows = |it: &Workspace| grows_to(it) == Some(512 << 20);
     place.watched(api.clone(), "w", "is to grow", LIMIT.as_secs(), grows).await?;
 
-    api.patch("w", &params, &resize(None)).await?;
+    api.patch("w", &params, &resize(Value::Null)).await?;
     place.watched(api, "w", "is not to grow", LIMIT.as_secs(), |it| grows_to(it).is_none()).await?;
     done(place, &format!("storage-pool set-capacity {pool} default")).await.map(drop)
 }

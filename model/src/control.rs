@@ -113,7 +113,9 @@ impl World {
         let boot = |rebooted| if rebooted { "after" } else { "before" };
         let life = host.life.map(|incarnation| Life { incarnation, boot_id: boot(false).to_owned() });
         let runs_anything = host.guest.as_ref().is_some_and(|guest| !matches!(guest.step, Step::Closed(_)));
-        match incarnation_for_hello(life.as_ref(), boot(host.rebooted), runs_anything) {
+        // Only who sees the pool, and has nothing left to tell.
+        let dead = self.marks[at].filter(|_| host.pool && host.guest.is_none());
+        match incarnation_for_hello(life.as_ref(), boot(host.rebooted), runs_anything, dead) {
             Some(lived) if self.isolated[at] >= Some(lived) => self.destroy(at),
             Some(_) => self.hosts[at].session = true,
             None => {

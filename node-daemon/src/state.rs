@@ -129,10 +129,16 @@ pub struct NodeRecord {
     pub lost_pools: BTreeSet<PoolId>,
 }
 
-/// The incarnation that a Hello names. A new life begins only when this host was booted anew, so
-/// that nothing of the old one can run, and the daemon's own listing agrees.
-pub fn incarnation_for_hello(life: Option<&Life>, boot_id: &str, runs_anything: bool) -> Option<Incarnation> {
-    life.filter(|life| runs_anything || life.boot_id == boot_id).map(|life| life.incarnation)
+/// The incarnation that a Hello names. A new life begins only where nothing of the old one runs: when this host was booted
+/// anew and the daemon's own listing agrees, or when nothing is at work and a pool says that lives up to `dead` are over.
+pub fn incarnation_for_hello(
+    life: Option<&Life>,
+    boot_id: &str,
+    runs_anything: bool,
+    dead: Option<Incarnation>,
+) -> Option<Incarnation> {
+    let goes_on = |life: &&Life| life.boot_id == boot_id && dead.is_none_or(|dead| dead < life.incarnation);
+    life.filter(|life| runs_anything || goes_on(life)).map(|life| life.incarnation)
 }
 
 /// `node.json`, in memory and on disk. Every change is durable before it is acted upon.
@@ -269,17 +275,24 @@ mod tests {
     }
 
     #[test]
-    fn a_new_life_begins_only_after_a_boot_and_with_nothing_running() {
+    fn a_new_life_begins_only_with_nothing_running_after_a_boot_or_where_a_pool_takes_it_for_dead() {
         let life = Life { incarnation: Incarnation(3), boot_id: "a".into() };
-        for (stored, boot, runs, expected) in [
-            (None, "a", false, None),
-            (Some(&life), "a", false, Some(Incarnation(3))),
-            (Some(&life), "a", true, Some(Incarnation(3))),
-            (Some(&life), "b", false, None),
+        let same = Some(Incarnation(3));
+        for (stored, boot, runs, dead, expected) in [
+            (None, "a", false, None, None),
+            (Some(&life), "a", false, None, same),
+            (Some(&life), "a", true, None, same),
+            (Some(&life), "b", false, None, None),
             // Cannot be, but must not lose a VM if it is.
-            (Some(&life), "b", true, Some(Incarnation(3))),
+            (Some(&life), "b", true, None, same),
+            // As after an isolation: the lives before it.
+            (Some(&life), "a", false, Some(2), same),
+            (Some(&life), "a", false, Some(3), None),
+            (Some(&life), "a", false, Some(7), None),
+            (Some(&life), "a", true, Some(7), same),
         ] {
-            assert_eq!(incarnation_for_hello(stored, boot, runs), expected, "{stored:?} {boot} {runs}");
+            let named = incarnation_for_hello(stored, boot, runs, dead.map(Incarnation));
+            assert_eq!(named, expected, "{stored:?} {boot} {runs} {dead:?}");
         }
     }
 }

@@ -34,7 +34,7 @@ const UID: &str = "6f9619ff-8b86-d011-b42d-00c04fc964ff";
 
 const EXPLAINED: &str = "\
 An image of 4 GiB with 1 GiB of data in 16 pieces, from one pool to another on the same file system: by the node-daemon's own \
-move (taken in both pools, copied, read back and compared, synced, named), and by `cp --sparse=always` with a `sync` of the copy, \
+move (taken in both pools, copied, synced, read back as a whole and compared, named), and by `cp --sparse=always` with a `sync` of the copy, \
 in turns, each with a page cache that does not have the image. The ratio is cp's time by the move's.";
 
 pub async fn measure(site: &Site) -> Result<Vec<Section>> {

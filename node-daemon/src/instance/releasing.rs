@@ -40,7 +40,9 @@ pub async fn release(deps: &Deps, launch: &Launch, directory: &InstanceDir, endi
             let (deps, launch, granted) = (deps.clone(), launch.clone(), granted.clone());
             move || close(&deps, &launch, &granted)
         };
-        objects.push(until_done("release an object", launch, Some(deps), close).await);
+        let closed = until_done("release an object", launch, Some(deps), close);
+        let closed = deps.pools.unless_lost([&granted.object.pool], closed).await;
+        objects.push(closed.unwrap_or_else(|_lost| given_up(granted)));
         kibo_failpoint::reach("object-released").await;
     }
     let ended =
@@ -87,6 +89,12 @@ fn close(deps: &Deps, launch: &Launch, granted: &GrantedObject) -> Result<Object
         r#use: object_use.into(),
         size_bytes: pool.image_size(&granted.object.uid)?.map(|size| size.0),
     })
+}
+
+/// Of an object whose pool is declared lost: nobody will ever have it.
+fn given_up(granted: &GrantedObject) -> ObjectState {
+    let (uid, epoch) = (granted.object.uid.to_string(), granted.grant.epoch.0);
+    ObjectState { uid, epoch, r#use: ObjectUse::Released.into(), size_bytes: None }
 }
 
 /// Runs a step on a thread that may block, again and again until it succeeds. With `tell` people hear of a problem that

@@ -17,6 +17,7 @@ mod moving;
 mod object;
 mod record_files;
 pub mod records;
+mod sparse;
 mod status;
 #[cfg(test)]
 mod tests;
@@ -33,6 +34,7 @@ use std::{
     },
 };
 
+use futures::future::select_all;
 use kibo_crds::{Bytes, Epoch, Incarnation, InstanceId, NodeId, ObjectUid, PoolId};
 use kibo_protocol::v1;
 
@@ -111,6 +113,18 @@ pub struct PoolObject {
     pub last: Option<LastTaken>,
     /// Absent: no image.
     pub size: Option<Bytes>,
+}
+
+impl PoolObject {
+    /// What another directory says of the same object: one of them was put aside.
+    fn add(&mut self, other: Self) {
+        self.highest = self.highest.max(other.highest);
+        self.size = self.size.or(other.size);
+        let epoch = |object: &Self| object.last.as_ref().map(|last| last.epoch);
+        if epoch(self) < epoch(&other) {
+            self.last = other.last;
+        }
+    }
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -252,6 +266,29 @@ impl Pools {
         self.watch.register(launch, grip, frozen)
     }
 
+    /// Waits for a step that may hang in one of these pools, until that pool is declared lost: then nobody waits any more, and
+    /// the step, should it ever go on, writes nothing there.
+    pub async fn unless_lost<T>(
+        &self,
+        ids: impl IntoIterator<Item = &PoolId>,
+        step: impl Future<Output = T>,
+    ) -> Result<T, PoolId> {
+        let pools = ids.into_iter().filter_map(|id| self.by_id.get(id));
+        let losses: Vec<_> = pools.map(|pool| Box::pin(async { (pool.loss.declared().await, pool.id()).1 })).collect();
+        let first =
+            async { if losses.is_empty() { std::future::pending().await } else { select_all(losses).await.0.clone() } };
+        tokio::select! {
+            biased;
+            done = step => Ok(done),
+            lost = first => Err(lost),
+        }
+    }
+
+    /// The highest incarnation of this node that one of its pools says is dead, as far as they were seen.
+    pub fn own_mark(&self) -> Option<Incarnation> {
+        self.iter().filter_map(|pool| pool.status.get().own_mark).max()
+    }
+
     /// From now on this node's fence files say that it lives this life.
     pub fn live(&self, incarnation: Option<Incarnation>) {
         self.life.set(incarnation);
@@ -357,6 +394,12 @@ impl Pool {
             return Err(unavailable(MarkerError::OtherUid { path, expected, found }));
         }
         Ok(())
+    }
+
+    /// As somebody who takes over from it.
+    #[cfg(test)]
+    pub(crate) fn mark_dead(&self, victim: &NodeId, dead: Incarnation) {
+        fence::mark(&self.path, victim, dead, &self.node).unwrap();
     }
 
     /// What another node's fence file says now; `None`: it has none here, or has not counted in it.

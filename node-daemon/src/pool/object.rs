@@ -1,6 +1,10 @@
 //! The operations on one object.
 
-use std::{fs, io, path::Path};
+use std::{
+    collections::{BTreeMap, btree_map::Entry},
+    fs, io,
+    path::Path,
+};
 
 use kibo_crds::{Bytes, Epoch, Incarnation, ObjectUid};
 use kibo_protocol::v1::ObjectUse;
@@ -49,6 +53,10 @@ impl Pool {
     }
 
     fn write(&self, uid: &ObjectUid, kind: Kind, record: &Record) -> Result<(), PoolError> {
+        // What came before may have hung until the pool came back.
+        if self.loss.is_declared() {
+            return Err(PoolError::Lost(self.id.clone()));
+        }
         let dir = self.object_dir(uid);
         self.make_object_dir(&dir).map_err(self.io("make the directory", uid))?;
         // One of that name is as good: the decision that follows reads what it says.
@@ -334,21 +342,42 @@ impl Pool {
         }))
     }
 
-    /// Every object of the pool with what its records say. An object that cannot be read is an error.
+    /// Every object of the pool with what its records say, also one that was put aside by mistake and is put back by
+    /// whoever misses it. An object that cannot be read is an error.
     pub fn objects(&self) -> Result<Vec<PoolObject>, PoolError> {
         self.verify()?;
         let dir = self.path.join(marker::OBJECTS);
         let failed = |source| PoolError::List { pool: self.id.clone(), source };
-        let mut objects = Vec::new();
+        let mut objects: BTreeMap<ObjectUid, PoolObject> = BTreeMap::new();
         for entry in fs::read_dir(&dir).map_err(failed)? {
             let name = entry.map_err(failed)?.file_name();
-            let Some(uid) = name.to_str().and_then(|name| name.parse::<ObjectUid>().ok()) else { continue };
-            let records = self.list(&uid)?;
-            let size = image::size(&self.object_dir(&uid)).map_err(self.io("find the size", &uid))?;
-            let highest = records.0.keys().next_back().copied().unwrap_or_default();
-            objects.push(PoolObject { highest, last: records.last_taken(), size, uid });
+            let Some(name) = name.to_str() else { continue };
+            let (uid, is_aside) = match (name.parse::<ObjectUid>(), moving::object_of_aside(name)) {
+                (Ok(uid), _) => (uid, false),
+                (Err(_), Some(uid)) => (uid, true),
+                (Err(_), None) => continue,
+            };
+            if is_aside
+                && !moving::is_the_object(&dir.join(name)).map_err(self.io("look at what was put aside", &uid))?
+            {
+                continue;
+            }
+            let found = self.object_in(&dir.join(name), &uid)?;
+            match objects.entry(uid) {
+                Entry::Vacant(entry) => {
+                    entry.insert(found);
+                }
+                Entry::Occupied(mut known) => known.get_mut().add(found),
+            }
         }
-        Ok(objects)
+        Ok(objects.into_values().collect())
+    }
+
+    fn object_in(&self, dir: &Path, uid: &ObjectUid) -> Result<PoolObject, PoolError> {
+        let records = record_files::list(dir).map_err(self.io("read the holder records", uid))?;
+        let size = image::size(dir).map_err(self.io("find the size", uid))?;
+        let highest = records.0.keys().next_back().copied().unwrap_or_default();
+        Ok(PoolObject { highest, last: records.last_taken(), size, uid: uid.clone() })
     }
 
     /// Size of an object's image; `None` when it does not exist.

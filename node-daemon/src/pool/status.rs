@@ -53,8 +53,8 @@ impl PoolStatus {
             && dead >= lived
         {
             let problem = format!(
-                "the pool says that this node is dead up to incarnation {dead}, and it lives {lived}: restart its host, or \
-                 isolate the node, so that it gets a later one"
+                "the pool says that this node is dead up to incarnation {dead}, and it lives {lived}: it gets a later one as \
+                 soon as nothing runs on it (drain it and stop what does)"
             );
             self.problem = Some(problem);
         }

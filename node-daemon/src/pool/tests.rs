@@ -1,4 +1,8 @@
-use std::{os::unix::fs::MetadataExt as _, path::Path};
+use std::{
+    io::Write as _,
+    os::unix::fs::{MetadataExt as _, OpenOptionsExt as _},
+    path::Path,
+};
 
 use kibo_crds::{Incarnation, InstanceId};
 use kibo_protocol::v1::ObjectUse;
@@ -496,4 +500,49 @@ fn a_pool_in_which_this_life_is_marked_as_dead_is_passed_by() {
     assert!(problem.contains("dead up to incarnation 7, and it lives 1"), "{problem}");
     let error = a.take(&object(1, PredecessorEnd::None), &taker("a")).unwrap_err();
     assert!(matches!(error.cause, TakeFailure::Conflict(Conflict::Isolated { .. })), "{error}");
+}
+
+#[tokio::test]
+async fn what_hangs_in_a_pool_is_not_waited_for_once_the_pool_is_lost_and_writes_nothing_there() {
+    let setup = Setup::new();
+    // Whoever reads this record waits until somebody has written it.
+    let refused = Record { taker: None, grant: object(7, PredecessorEnd::Released).grant };
+    let (node, dir) = ("a".parse().unwrap(), setup.object_dir());
+    fs::create_dir(&dir).unwrap();
+    assert!(write(&dir, &node, Kind::Refused, &refused).unwrap());
+    let record = dir.join("holder.7.refused");
+    let content = fs::read(&record).unwrap();
+    fs::remove_file(&record).unwrap();
+    let (fifo, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR);
+    rustix::fs::mknodat(rustix::fs::CWD, &record, fifo, mode, 0).unwrap();
+
+    let id: PoolId = "p".parse().unwrap();
+    let config = PoolConfig { id: id.clone(), path: setup.dir.path().to_owned(), default: true };
+    let pools = Arc::new(Pools::open(&[config], FenceConfig::default(), &node).unwrap());
+    let taking = {
+        let (pools, id) = (pools.clone(), id.clone());
+        move || pools.get(&id).unwrap().take(&object(8, PredecessorEnd::Refused), &taker("a")).map(drop)
+    };
+    let mut taking = tokio::task::spawn_blocking(taking);
+    let flags = i32::try_from(rustix::fs::OFlags::NONBLOCK.bits()).unwrap();
+    let mut written = loop {
+        // It can be opened like this only when somebody reads it.
+        match fs::OpenOptions::new().write(true).custom_flags(flags).open(&record) {
+            Ok(written) => break written,
+            Err(_) => tokio::time::sleep(std::time::Duration::from_millis(2)).await,
+        }
+    };
+    let (lost, declared) = tokio::join!(pools.unless_lost([&id], &mut taking), async {
+        tokio::task::yield_now().await;
+        pools.declare_lost(&[id.clone()].into())
+    });
+    assert_eq!((lost.unwrap_err(), declared), (id.clone(), [id].into()));
+    // It goes on after all.
+    written.write_all(&content).unwrap();
+    drop(written);
+    let error = taking.await.unwrap().unwrap_err();
+    assert!(matches!(error.cause, TakeFailure::Pool(PoolError::Lost(_))), "{error}");
+    assert_eq!(setup.files(), ["holder.7.refused"]);
+    let nowhere: [&PoolId; 0] = [];
+    assert_eq!(pools.unless_lost(nowhere, async { 5 }).await.unwrap(), 5);
 }

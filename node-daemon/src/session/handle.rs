@@ -301,14 +301,12 @@ impl<I: InstanceControl> Handler<I> {
         };
         let (node, outbox) = (Arc::clone(&self.node), self.outbox.clone());
         let deletion = self.taker(By::Operation(Operation::Deletion));
-        let transfers = Arc::clone(&node.transfers);
-        let (uid, epoch) = (granted.object.uid.clone(), granted.grant.epoch);
+        let moving = Arc::clone(&node);
+        let (uid, epoch, pool) = (granted.object.uid.clone(), granted.grant.epoch, granted.object.pool.clone());
         let work = move || {
             let result = node.pools.get(&granted.object.pool).and_then(|pool| match command {
                 Command::Delete => pool.delete(&granted, &deletion).map(|()| v1::ObjectUse::Released),
-                Command::ConfirmNotTaken => {
-                    pool.confirm_not_taken(&granted, |taker| node.is_here(&granted.object, taker))
-                }
+                Command::ConfirmNotTaken => pool.confirm_not_taken(&granted, |taker| node.is_here(&granted, taker)),
             });
             if let Err(error) = &result {
                 tracing::warn!(object = %granted.object.uid, %error, "a command on an object failed");
@@ -320,8 +318,9 @@ impl<I: InstanceControl> Handler<I> {
         };
         tokio::spawn(async move {
             if matches!(command, Command::ConfirmNotTaken) {
+                moving.moves.let_go(&uid, epoch, &pool);
                 // Who asks does not want a transfer by this grant, whose client may not know that yet.
-                transfers.stop(&uid, epoch).await;
+                moving.transfers.stop(&uid, epoch).await;
             }
             // Its errors are in the result.
             let _ = tokio::task::spawn_blocking(work).await;
@@ -350,8 +349,8 @@ impl<I: InstanceControl> Handler<I> {
         let (node, outbox) = (Arc::clone(&self.node), self.outbox.clone());
         tokio::spawn(async move {
             let (uid, epoch) = (granted.object.uid.clone(), granted.grant.epoch);
-            node.moves.stop(&uid, epoch).await;
             let (pools, pool) = (Arc::clone(&node.pools), granted.object.pool.clone());
+            node.moves.stop(&uid, epoch, &pool).await;
             let discarded =
                 tokio::task::spawn_blocking(move || pools.get(&pool).and_then(|pool| pool.discard_copy(&uid, epoch)));
             let Ok(discarded) = discarded.await else { return };

@@ -48,11 +48,15 @@ pub struct Facts<'a> {
     pub pools: &'a Pools,
     pub listed: &'a [Summary],
     pub spool: &'a EventSpool,
+    /// Something of this life goes on that is no Instance, or the end of one is not acknowledged.
+    pub is_busy: bool,
 }
 
 pub fn hello(facts: &Facts<'_>) -> v1::Hello {
     let runs_anything = facts.listed.iter().any(|summary| summary.state != v1::InstanceState::Ended);
-    let incarnation = incarnation_for_hello(facts.record.life.as_ref(), facts.boot_id, runs_anything);
+    let dead = facts.pools.own_mark();
+    let ends = dead.filter(|_| !facts.is_busy);
+    let incarnation = incarnation_for_hello(facts.record.life.as_ref(), facts.boot_id, runs_anything, ends);
     v1::Hello {
         node_id: facts.credentials.node_id.to_string(),
         node_key: facts.credentials.key.expose().to_vec(),
@@ -77,7 +81,7 @@ pub fn hello(facts: &Facts<'_>) -> v1::Hello {
         latest: facts.record.latest.clone().map(Into::into),
         home: facts.home.clone(),
         labels: facts.node.labels.clone().into_iter().collect(),
-        highest_mark: facts.pools.iter().filter_map(|pool| pool.status().own_mark).max().map(|mark| mark.0),
+        highest_mark: dead.map(|mark| mark.0),
     }
 }
 

@@ -84,7 +84,9 @@ pub async fn run<I: InstanceControl>(
         Ok(handler) => handler,
         Err(end) => return end,
     };
-    let end = serve(node, &mut handler, &mut inbound, &outbox, heartbeat(&first)).await;
+    // One that has just been given a life which a pool takes for dead gets no other one by asking again.
+    let may_renew = sent.incarnation.is_some() || node.may_begin_anew().is_none();
+    let end = serve(node, &mut handler, &mut inbound, &outbox, Pace { heartbeat: heartbeat(&first), may_renew }).await;
     handler.close(&end);
     end
 }
@@ -108,6 +110,7 @@ fn first_message<I: InstanceControl>(node: &Node<I>, credentials: &Credentials) 
         pools: &node.pools,
         listed: &node.instances.list(),
         spool: &node.spool,
+        is_busy: node.is_busy(),
     })
 }
 
@@ -177,12 +180,20 @@ pub fn refusal(refused: &v1::SessionRefused) -> End {
     End::Refused { reason: refused.reason(), message: refused.message.clone() }
 }
 
+/// What a session does by the clock.
+#[derive(Clone, Copy)]
+struct Pace {
+    heartbeat: Duration,
+    /// It ends when this node may begin a new life.
+    may_renew: bool,
+}
+
 async fn serve<I: InstanceControl>(
     node: &Arc<Node<I>>,
     handler: &mut Handler<I>,
     inbound: &mut Streaming<v1::ToNode>,
     outbox: &Outbox,
-    heartbeat: Duration,
+    pace: Pace,
 ) -> End {
     let mut events = EventSender::default();
     let mut changes = node.spool.changes();
@@ -190,7 +201,7 @@ async fn serve<I: InstanceControl>(
     let mut turns = node.host.turns();
     let mut look = interval(LOOK_EVERY);
     look.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut beat = interval(heartbeat);
+    let mut beat = interval(pace.heartbeat);
     beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
     handler.start_desired().await;
     changes.mark_changed();
@@ -211,6 +222,9 @@ async fn serve<I: InstanceControl>(
                 events.pump(&node.spool, outbox);
             }
             _ = look.tick() => {
+                if let Some(why) = node.may_begin_anew().filter(|_| pace.may_renew) {
+                    return End::Lost(why);
+                }
                 if let Some(report) = reporter.due(report::report(node), Instant::now()) {
                     outbox.send(Message::Report(report));
                 }

@@ -10,7 +10,7 @@ use std::{
 
 use kibo_crds::{Epoch, ObjectUid, PoolId};
 use kibo_protocol::v1::{self, from_node};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{Semaphore, SemaphorePermit, watch};
 
 use super::{control::InstanceControl, node::Node, outbox::Outbox};
 use crate::{
@@ -21,20 +21,21 @@ use crate::{
 /// At once; the others wait, since they would only share the same disks. One needs 8 MiB of memory.
 const AT_ONCE: usize = 8;
 const TELL_EVERY: Duration = Duration::from_secs(1);
-/// How soon one that waits for its turn hears that it is to stop.
+/// How soon one that waits hears that it is to stop.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 /// All moves of this node.
 pub struct Moves {
-    running: Mutex<BTreeMap<ObjectUid, Running>>,
+    /// By their grants: one that hangs stays here beside the one that was ordered after it.
+    running: Mutex<BTreeMap<(ObjectUid, Epoch), Running>>,
     slots: Semaphore,
     ended: watch::Sender<u64>,
 }
 
 struct Running {
-    epoch: Epoch,
     /// Where the object is.
     from: PoolId,
+    to: PoolId,
     progress: Arc<Progress>,
     /// Of the newest session that asked.
     outbox: Outbox,
@@ -53,41 +54,57 @@ pub struct Order {
     pub taker: Taker,
 }
 
+impl Order {
+    fn key(&self) -> (ObjectUid, Epoch) {
+        (self.granted.object.uid.clone(), self.granted.grant.epoch)
+    }
+}
+
 impl Moves {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<ObjectUid, Running>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<(ObjectUid, Epoch), Running>> {
         // Every change under the lock is one insertion, removal or assignment.
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a move has to end before its grant can be closed in this pool. Where the object is it only reads: it is
-    /// told to stop, and nobody waits for one that hangs with the other pool.
-    pub fn holds(&self, uid: &ObjectUid, pool: &PoolId) -> bool {
-        match self.lock().get(uid) {
-            Some(running) if running.from == *pool => {
+    /// Whether a move by this grant has to end before the grant can be closed in this pool. Where the object is it only
+    /// reads: nobody waits there for one that hangs with the other pool.
+    pub fn holds(&self, uid: &ObjectUid, epoch: Epoch, pool: &PoolId) -> bool {
+        self.lock().get(&(uid.clone(), epoch)).is_some_and(|running| running.from != *pool)
+    }
+
+    /// Whoever asks what became of a grant in this pool wants no move from there by it any more, nor by an older one: they
+    /// are told to stop, and not waited for.
+    pub fn let_go(&self, uid: &ObjectUid, until: Epoch, pool: &PoolId) {
+        for ((of, epoch), running) in &*self.lock() {
+            if of == uid && *epoch <= until && running.from == *pool {
                 running.progress.stop();
-                false
             }
-            running => running.is_some(),
         }
     }
 
-    /// Stops the move of an object up to this epoch, and returns when nothing of it runs any more.
-    pub async fn stop(&self, uid: &ObjectUid, until: Epoch) {
-        self.stop_where(|it, running| it == uid && running.epoch <= until).await;
+    /// Whether anything is moved here.
+    pub fn is_empty(&self) -> bool {
+        self.lock().is_empty()
+    }
+
+    /// Stops the moves of an object up to this epoch, and returns when none of them writes to this pool any more.
+    pub async fn stop(&self, uid: &ObjectUid, until: Epoch, pool: &PoolId) {
+        self.stop_where(|it, epoch| it == uid && epoch <= until, |running| running.to == *pool).await;
     }
 
     pub async fn stop_all(&self) {
-        self.stop_where(|_, _| true).await;
+        self.stop_where(|_, _| true, |_| true).await;
     }
 
-    async fn stop_where(&self, which: impl Fn(&ObjectUid, &Running) -> bool) {
+    /// Stops some moves, and waits for some of those.
+    async fn stop_where(&self, which: impl Fn(&ObjectUid, Epoch) -> bool, awaited: impl Fn(&Running) -> bool) {
         let mut ended = self.ended.subscribe();
         loop {
             ended.mark_unchanged();
             let left = {
                 let running = self.lock();
-                let stopped = running.iter().filter(|(uid, running)| which(uid, running));
-                stopped.map(|(_, running)| running.progress.stop()).count()
+                let stopped = running.iter().filter(|((uid, epoch), _)| which(uid, *epoch)).map(|(_, running)| running);
+                stopped.inspect(|running| running.progress.stop()).filter(|running| awaited(running)).count()
             };
             if left == 0 || ended.changed().await.is_err() {
                 return;
@@ -95,46 +112,60 @@ impl Moves {
         }
     }
 
-    /// A place for a move; `None` when it has one, and whoever asked now hears of it.
+    /// A place for a move; `None` when it has one, and whoever asked now hears of it, or when the order came too late.
     fn begin(&self, order: &Order, outbox: &Outbox) -> Option<Arc<Progress>> {
+        let (uid, epoch) = order.key();
         let mut running = self.lock();
-        if let Some(known) = running.get_mut(&order.granted.object.uid) {
+        if let Some(known) = running.get_mut(&order.key()) {
             known.outbox = outbox.clone();
             return None;
         }
+        if running.keys().any(|(of, later)| *of == uid && *later > epoch) {
+            return None;
+        }
         let progress = Arc::new(Progress::default());
-        let epoch = order.granted.grant.epoch;
-        let from = order.granted.object.pool.clone();
-        let new = Running { epoch, from, progress: Arc::clone(&progress), outbox: outbox.clone() };
-        running.insert(order.granted.object.uid.clone(), new);
+        let (from, to) = (order.granted.object.pool.clone(), order.to.clone());
+        let new = Running { from, to, progress: Arc::clone(&progress), outbox: outbox.clone() };
+        running.insert(order.key(), new);
         Some(progress)
     }
 
-    fn outbox(&self, uid: &ObjectUid) -> Option<Outbox> {
-        self.lock().get(uid).map(|running| running.outbox.clone())
+    /// Tells moves of the object by older grants to stop, and whether one of them writes to the pool of this one.
+    fn stop_older(&self, uid: &ObjectUid, epoch: Epoch, to: &PoolId) -> bool {
+        let mut is_in_the_way = false;
+        for ((of, older), running) in &*self.lock() {
+            if of == uid && *older < epoch {
+                running.progress.stop();
+                is_in_the_way |= running.to == *to;
+            }
+        }
+        is_in_the_way
     }
 
-    fn end(&self, uid: &ObjectUid) -> Option<Outbox> {
-        let ended = self.lock().remove(uid);
-        self.ended.send_modify(|count| *count += 1);
+    fn outbox(&self, key: &(ObjectUid, Epoch)) -> Option<Outbox> {
+        self.lock().get(key).map(|running| running.outbox.clone())
+    }
+
+    fn end(&self, key: &(ObjectUid, Epoch)) -> Option<Outbox> {
+        let ended = self.lock().remove(key);
+        self.ended.send_modify(|count| *count = count.wrapping_add(1));
         ended.map(|running| running.outbox)
     }
 }
 
-/// Moves in the background, once for each object.
+/// Moves in the background, once for each grant.
 pub fn start<I: InstanceControl>(node: &Arc<Node<I>>, outbox: &Outbox, order: Order) {
-    let (node, outbox) = (Arc::clone(node), outbox.clone());
+    let Some(progress) = node.moves.begin(&order, outbox) else { return };
+    let node = Arc::clone(node);
     tokio::spawn(async move {
-        let uid = order.granted.object.uid.clone();
-        let epoch = order.granted.grant.epoch;
-        // One of an older grant has no right any more.
-        node.moves.stop(&uid, Epoch(epoch.0.saturating_sub(1))).await;
-        let Some(progress) = node.moves.begin(&order, &outbox) else { return };
+        let key = order.key();
+        let (uid, epoch) = (&key.0, key.1);
         tracing::info!(object = %uid, %epoch, from = %order.granted.object.pool, to = %order.to, "a move begins");
         let said = v1::MoveProgress { uid: uid.to_string(), epoch: epoch.0, ..v1::MoveProgress::default() };
+        let pools = [order.granted.object.pool.clone(), order.to.clone()];
         let outcome = tokio::select! {
             outcome = run(&node, order, Arc::clone(&progress)) => outcome,
-            () = tell(&node.moves, &uid, &progress, &said) => Ok(()),
+            () = tell(&node, &key, &pools, &progress, &said) => Ok(()),
         };
         let told = match &outcome {
             Ok(()) => v1::MoveProgress { state: v1::MoveState::Copied.into(), ..with(said, &progress) },
@@ -144,7 +175,7 @@ pub fn start<I: InstanceControl>(node: &Arc<Node<I>>, outbox: &Outbox, order: Or
                 v1::MoveProgress { state: v1::MoveState::Failed.into(), failure, message, ..with(said, &progress) }
             }
         };
-        if let Some(outbox) = node.moves.end(&uid) {
+        if let Some(outbox) = node.moves.end(&key) {
             outbox.send(from_node::Message::MoveProgress(told));
         }
     });
@@ -155,18 +186,16 @@ struct Failed {
     message: String,
 }
 
+impl Failed {
+    fn stopped() -> Self {
+        Self { failure: v1::ObjectFailure::Io, message: "it was stopped".into() }
+    }
+}
+
 async fn run<I: InstanceControl>(node: &Arc<Node<I>>, order: Order, progress: Arc<Progress>) -> Result<(), Failed> {
-    let mut slot = pin!(node.moves.slots.acquire());
-    let _slot = loop {
-        tokio::select! {
-            slot = &mut slot => break slot,
-            () = tokio::time::sleep(LOOK_EVERY) => {
-                if progress.is_stopped() {
-                    return Err(Failed { failure: v1::ObjectFailure::Io, message: "it was stopped".into() });
-                }
-            }
-        }
-    };
+    older_ended(node, &order, &progress).await?;
+    let _slot = slot(&node.moves, &progress).await?;
+    progress.waits_for(None);
     let pools = Arc::clone(&node.pools);
     let moved =
         tokio::task::spawn_blocking(move || pools.move_object(&order.granted, &order.to, &order.taker, &progress));
@@ -177,13 +206,67 @@ async fn run<I: InstanceControl>(node: &Arc<Node<I>>, order: Order, progress: Ar
     }
 }
 
-/// Tells how far it is, until it is dropped.
-async fn tell(moves: &Moves, uid: &ObjectUid, progress: &Progress, said: &v1::MoveProgress) {
+/// Waits for those by older grants that write to the same pool; they have no right any more. One that hangs with another
+/// pool, which was given up for good, only reads where the object is, and is in nobody's way.
+async fn older_ended<I>(node: &Node<I>, order: &Order, progress: &Progress) -> Result<(), Failed> {
+    let (uid, epoch) = order.key();
+    let mut ended = node.moves.ended.subscribe();
+    loop {
+        ended.mark_unchanged();
+        if !node.moves.stop_older(&uid, epoch, &order.to) {
+            return Ok(());
+        }
+        if progress.is_stopped() {
+            return Err(Failed::stopped());
+        }
+        let why = problem_of(node, &order.to).map(|why| format!(" ({why})")).unwrap_or_default();
+        progress.waits_for(Some(format!(
+            "waits for its last move to storage pool {}, which was given up, to let go of that pool{why}",
+            order.to
+        )));
+        tokio::select! {
+            _ = ended.changed() => {}
+            () = tokio::time::sleep(LOOK_EVERY) => {}
+        }
+    }
+}
+
+async fn slot<'m>(moves: &'m Moves, progress: &Progress) -> Result<SemaphorePermit<'m>, Failed> {
+    let mut slot = pin!(moves.slots.acquire());
+    loop {
+        tokio::select! {
+            biased;
+            // It is never closed.
+            slot = &mut slot => return slot.map_err(|_| Failed::stopped()),
+            () = tokio::time::sleep(LOOK_EVERY) => {
+                if progress.is_stopped() {
+                    return Err(Failed::stopped());
+                }
+                progress.waits_for(Some(format!("waits for its turn: {AT_ONCE} moves run on this node")));
+            }
+        }
+    }
+}
+
+fn problem_of<I>(node: &Node<I>, pool: &PoolId) -> Option<String> {
+    node.pools.get(pool).ok()?.status().problem
+}
+
+/// Tells how far it is, and what it waits for, until it is dropped.
+async fn tell<I>(
+    node: &Node<I>,
+    key: &(ObjectUid, Epoch),
+    pools: &[PoolId],
+    progress: &Progress,
+    said: &v1::MoveProgress,
+) {
     let mut last = None;
     loop {
         tokio::time::sleep(TELL_EVERY).await;
-        let now = v1::MoveProgress { state: v1::MoveState::Copying.into(), ..with(said.clone(), progress) };
-        if let Some(outbox) = moves.outbox(uid).filter(|_| last.as_ref() != Some(&now)) {
+        let hangs = || pools.iter().find_map(|pool| Some(format!("storage pool {pool}: {}", problem_of(node, pool)?)));
+        let message = progress.awaited().or_else(hangs).unwrap_or_default();
+        let now = v1::MoveProgress { state: v1::MoveState::Copying.into(), message, ..with(said.clone(), progress) };
+        if let Some(outbox) = node.moves.outbox(key).filter(|_| last.as_ref() != Some(&now)) {
             outbox.send(from_node::Message::MoveProgress(now.clone()));
             last = Some(now);
         }
@@ -192,4 +275,56 @@ async fn tell(moves: &Moves, uid: &ObjectUid, progress: &Progress, said: &v1::Mo
 
 fn with(said: v1::MoveProgress, progress: &Progress) -> v1::MoveProgress {
     v1::MoveProgress { copied_bytes: progress.copied(), total_bytes: progress.total(), ..said }
+}
+
+#[cfg(test)]
+mod tests {
+    use kibo_crds::{Bytes, Incarnation};
+
+    use super::*;
+    use crate::launch::{By, Grant, Object, Operation, PredecessorEnd};
+
+    fn order(epoch: u64) -> Order {
+        let uid = "6f9619ff-8b86-d011-b42d-00c04fc964ff".parse().unwrap();
+        let pool = "here".parse().unwrap();
+        let object = Object { uid, pool, size: Bytes(0), must_exist: true, grows_from: None };
+        let grant =
+            Grant { epoch: Epoch(epoch), predecessor: Epoch(epoch - 1), predecessor_end: PredecessorEnd::Released };
+        let (node, by) = ("a".parse().unwrap(), By::Operation(Operation::Move));
+        let taker = Taker { node, incarnation: Incarnation(1), by };
+        Order { granted: GrantedObject { object, grant }, to: "there".parse().unwrap(), taker }
+    }
+
+    #[test]
+    fn who_asks_of_an_older_grant_stops_no_newer_move() {
+        let (moves, (outbox, _messages)) = (Moves::default(), Outbox::new());
+        let newer = moves.begin(&order(3), &outbox).unwrap();
+        let (uid, here, there) = (order(3).key().0, "here".parse().unwrap(), "there".parse().unwrap());
+        moves.let_go(&uid, Epoch(2), &here);
+        assert!(!newer.is_stopped());
+        assert!(!moves.holds(&uid, Epoch(2), &there), "what the older grant took is nobody's");
+        // A question changes nothing.
+        assert!(moves.holds(&uid, Epoch(3), &there) && !moves.holds(&uid, Epoch(3), &here));
+        assert!(!newer.is_stopped());
+        moves.let_go(&uid, Epoch(3), &there);
+        assert!(!newer.is_stopped(), "that is not where it reads");
+        moves.let_go(&uid, Epoch(3), &here);
+        assert!(newer.is_stopped());
+    }
+
+    #[test]
+    fn one_that_hangs_stays_beside_the_next_one_and_an_order_that_comes_late_begins_nothing() {
+        let (moves, (outbox, _messages)) = (Moves::default(), Outbox::new());
+        let first = moves.begin(&order(2), &outbox).unwrap();
+        let second = moves.begin(&order(3), &outbox).unwrap();
+        assert!(moves.begin(&order(3), &outbox).is_none() && moves.begin(&order(2), &outbox).is_none());
+        let ((uid, _), there, third) = (order(3).key(), "there".parse().unwrap(), "third".parse().unwrap());
+        assert!(!moves.stop_older(&uid, Epoch(3), &third) && moves.stop_older(&uid, Epoch(3), &there));
+        assert!(first.is_stopped() && !second.is_stopped());
+        moves.end(&order(2).key());
+        assert!(!moves.stop_older(&uid, Epoch(3), &there));
+        assert!(moves.begin(&order(2), &outbox).is_none(), "a newer one is at work");
+        moves.end(&order(3).key());
+        assert!(moves.is_empty());
+    }
 }

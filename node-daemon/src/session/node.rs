@@ -14,7 +14,7 @@ use crate::{
     admission::Admission,
     config::Config,
     host::Host,
-    launch::{Object, Taker},
+    launch::{GrantedObject, Taker},
     pool::Pools,
     spool::EventSpool,
     state::{NodeState, StateDir, StateError},
@@ -111,11 +111,12 @@ impl<I: InstanceControl> Node<I> {
     }
 
     /// Whether whoever took an object is at work on this host.
-    pub(super) fn is_here(&self, object: &Object, taker: &Taker) -> bool {
+    pub(super) fn is_here(&self, granted: &GrantedObject, taker: &Taker) -> bool {
+        let GrantedObject { object, grant } = granted;
         match taker.instance() {
             Some(instance) => self.is_listed(instance),
             None if taker.is_transfer() => self.transfers.is_running(&object.uid),
-            None => taker.is_move() && self.moves.holds(&object.uid, &object.pool),
+            None => taker.is_move() && self.moves.holds(&object.uid, grant.epoch, &object.pool),
         }
     }
 
@@ -135,6 +136,21 @@ impl<I: InstanceControl> Node<I> {
 
     fn pace(&self) -> MutexGuard<'_, Pace> {
         self.pace.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether something of this life goes on that is no Instance, or the end of one is not acknowledged.
+    pub(super) fn is_busy(&self) -> bool {
+        !self.moves.is_empty() || !self.transfers.is_empty() || !self.spool.unacked().is_empty()
+    }
+
+    /// A pool says that this node's life is over, and nothing of it goes on here: it may as well begin another one, with
+    /// which it can use that pool. In words, why.
+    pub(super) fn may_begin_anew(&self) -> Option<String> {
+        let (dead, lived) = (self.pools.own_mark()?, self.incarnation()?);
+        let runs = self.instances.list().iter().any(|it| it.state != v1::InstanceState::Ended);
+        (dead >= lived && !runs && !self.is_busy()).then(|| {
+            format!("a storage pool says that this node is dead up to incarnation {dead}, and it lives {lived}: nothing runs here, and a new life begins")
+        })
     }
 
     /// The life that this node leads since its last session.

@@ -50,6 +50,10 @@ impl Transfers {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    pub fn is_empty(&self) -> bool {
+        self.lock().is_empty()
+    }
+
     /// Whether one uses this object.
     pub fn is_running(&self, uid: &ObjectUid) -> bool {
         self.lock().iter().any(|running| running.grants.iter().any(|(of, _)| of == uid))

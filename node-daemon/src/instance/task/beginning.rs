@@ -35,7 +35,12 @@ impl Task {
     async fn try_launch(&mut self) -> Result<ProcessId, Ending> {
         self.watched = Some(self.inner.deps.pools.watch(&self.launch, self.grip.clone(), false));
         let (inner, launch) = (self.inner.clone(), self.launch.clone());
-        let taken = blocking(move || launching::take(&inner.deps, &launch)).await?;
+        let used: Vec<_> = self.launch.objects().map(|granted| &granted.object.pool).collect();
+        let taken = blocking(move || launching::take(&inner.deps, &launch));
+        let taken = self.inner.deps.pools.unless_lost(used, taken).await.map_err(|lost| {
+            let message = format!("one of its disks is in storage pool {lost}, which was declared lost");
+            Ending::new(EndReason::StorageFailed, message)
+        })??;
         self.timeline.reach(Part::Objects);
         if !self.record.objects_taken {
             let objects = taken.states();

@@ -1,29 +1,26 @@
-//! The bytes of one image into another file: only what is data, in pieces that are read, written and read back at the
-//! same time by three threads. A piece counts once it was read back from the target and is the same.
+//! The bytes of one image into another file: only what is data, in pieces that some threads read and write at once, so that
+//! both disks have something to do. Then the whole of the other file is read back from its disk, and must be what was read:
+//! whoever copied which part of it, and also where it ought to have holes.
 
 use std::{
+    collections::VecDeque,
     fs::File,
     io,
     os::unix::fs::FileExt as _,
     sync::{
+        Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
-        mpsc::{Receiver, SyncSender, sync_channel},
     },
     thread,
 };
 
 use kibo_crds::PoolId;
-use rustix::fs::{Advice, SeekFrom, fadvise, seek};
+use rustix::fs::{Advice, fadvise};
 
-/// Direct I/O wants addresses, offsets and lengths in whole blocks.
-const BLOCK: usize = 4096;
-/// Zeros of this length stay holes.
-const SPARSE: usize = 64 << 10;
-pub const PIECE: usize = 1 << 20;
-/// Pieces on their way: one is read, one written, one compared, and each may be ahead by one.
-const PIECES: usize = 6;
+use crate::pool::sparse::{Content, Data, Piece, data_bytes, runs};
 
-static ZEROS: [u8; SPARSE] = [0; SPARSE];
+/// Threads of a copy, and of its reading back. Each has a piece in memory.
+const THREADS: usize = 4;
 
 /// How far a move has come, for whoever looks on, and the order to stop.
 #[derive(Debug, Default)]
@@ -31,6 +28,7 @@ pub struct Progress {
     copied: AtomicU64,
     total: AtomicU64,
     stop: AtomicBool,
+    awaited: Mutex<Option<String>>,
 }
 
 impl Progress {
@@ -50,6 +48,15 @@ impl Progress {
     pub fn is_stopped(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
     }
+
+    /// For people: what it does or waits for while nothing is copied.
+    pub fn waits_for(&self, what: Option<String>) {
+        *lock(&self.awaited) = what;
+    }
+
+    pub fn awaited(&self) -> Option<String> {
+        lock(&self.awaited).clone()
+    }
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -60,8 +67,10 @@ pub enum CopyError {
     Write(io::Error),
     #[error("failed to read the copy back: {0}")]
     ReadBack(io::Error),
-    #[error("what was read back at byte {0} of the copy is not what was written: its disk is damaged")]
-    Differs(u64),
+    #[error(
+        "the copy that was read back from its disk is not what was read from the image: one of the disks is damaged"
+    )]
+    Differs,
     #[error("it was stopped")]
     Stopped,
     #[error("storage pool {0} was declared lost")]
@@ -72,191 +81,125 @@ pub enum CopyError {
 pub struct Copy<'a> {
     pub source: &'a File,
     pub target: &'a File,
-    /// The target bypasses the page cache, so that what is read back comes from its disk.
-    pub target_is_direct: bool,
     pub size: u64,
     pub progress: &'a Progress,
 }
 
-/// A part of the image in memory, at an address for direct I/O.
-pub struct Piece {
-    memory: Vec<u8>,
-    at: usize,
-    pub len: usize,
-    offset: u64,
+/// What of an image is under way, in its order.
+struct Pieces<'a, F> {
+    data: Data<'a>,
+    /// Those from the first one on that is not copied yet; with its content one is.
+    begun: VecDeque<(u64, Option<Content>)>,
+    /// How many came before them.
+    done: u64,
+    tell: F,
 }
 
-impl Piece {
-    pub fn new() -> Self {
-        let memory = vec![0; PIECE + BLOCK];
-        let at = memory.as_ptr().align_offset(BLOCK);
-        Self { memory, at, len: 0, offset: 0 }
+impl<F: FnMut(u64, Content) -> Result<(), CopyError>> Pieces<'_, F> {
+    /// Number, offset and length of the next piece.
+    fn begin(&mut self) -> io::Result<Option<(u64, u64, usize)>> {
+        let Some((offset, len)) = self.data.next()? else { return Ok(None) };
+        let number = self.done + self.begun.len() as u64;
+        self.begun.push_back((offset + len as u64, None));
+        Ok(Some((number, offset, len)))
     }
 
-    pub fn bytes(&self) -> &[u8] {
-        &self.memory[self.at..self.at + self.len]
-    }
-
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut self.memory[self.at..self.at + self.len]
-    }
-
-    fn end(&self) -> u64 {
-        self.offset + self.len as u64
-    }
-}
-
-/// The next data at or after an offset, in whole blocks; `None`: only holes follow.
-pub fn next_data(file: &File, from: u64, size: u64) -> io::Result<Option<(u64, u64)>> {
-    if from >= size {
-        return Ok(None);
-    }
-    let begin = match seek(file, SeekFrom::Data(from)) {
-        Ok(begin) if begin < size => begin,
-        Ok(_) | Err(rustix::io::Errno::NXIO) => return Ok(None),
-        Err(error) => return Err(error.into()),
-    };
-    let end = seek(file, SeekFrom::Hole(begin))?.min(size);
-    let block = BLOCK as u64;
-    let begin = (begin / block * block).max(from);
-    Ok(Some((begin, end.div_ceil(block).saturating_mul(block).min(size))))
-}
-
-/// How much of a file is data, from an offset on.
-pub fn data_bytes(file: &File, from: u64, size: u64) -> io::Result<u64> {
-    let (mut at, mut sum) = (from, 0);
-    while let Some((begin, end)) = next_data(file, at, size)? {
-        sum += end - begin;
-        at = end;
-    }
-    Ok(sum)
-}
-
-/// The parts of a piece that are not all zeros.
-pub fn runs(bytes: &[u8]) -> Vec<(usize, usize)> {
-    let mut runs: Vec<(usize, usize)> = Vec::new();
-    for (number, part) in bytes.chunks(SPARSE).enumerate() {
-        let (begin, end) = (number * SPARSE, number * SPARSE + part.len());
-        match runs.last_mut() {
-            _ if *part == ZEROS[..part.len()] => {}
-            Some(last) if last.1 == begin => last.1 = end,
-            _ => runs.push((begin, end)),
+    fn end(&mut self, number: u64, content: Content) -> Result<(), CopyError> {
+        let at = usize::try_from(number - self.done).unwrap_or(usize::MAX);
+        if let Some((_, copied)) = self.begun.get_mut(at) {
+            *copied = Some(content);
         }
+        while let Some((end, Some(content))) = self.begun.front().copied() {
+            self.begun.pop_front();
+            self.done += 1;
+            (self.tell)(end, content)?;
+        }
+        Ok(())
     }
-    runs
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Whoever panics ends the copy.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Does the same on some threads, until one of them fails or all have ended well.
+fn on_threads(work: impl Fn(&AtomicBool) -> Result<(), CopyError> + Sync) -> Result<(), CopyError> {
+    let has_failed = AtomicBool::new(false);
+    let watched = || {
+        let done = work(&has_failed);
+        has_failed.fetch_or(done.is_err(), Ordering::Relaxed);
+        done
+    };
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(watched)).collect();
+        let ended = threads.into_iter().map(|thread| thread.join().unwrap_or(Err(CopyError::Stopped)));
+        ended.fold(Ok(()), Result::and)
+    })
 }
 
 impl Copy<'_> {
-    /// Copies what follows `from`. `done` is told up to which byte everything was compared; it may take its time now and
-    /// then. `may_go_on` is asked before each piece is read, and again before it is written.
+    /// Copies what follows `from`. `done` is told up to which byte everything was written, in their order, and what has come
+    /// to that since it was told last; it may take its time now and then. `may_go_on` is asked before each piece is read,
+    /// and again before it is written.
     pub fn run(
         &self,
         from: u64,
-        mut done: impl FnMut(u64) -> Result<(), CopyError>,
+        done: impl FnMut(u64, Content) -> Result<(), CopyError> + Send,
         may_go_on: impl Fn() -> Result<(), CopyError> + Sync,
     ) -> Result<(), CopyError> {
         let before = data_bytes(self.source, 0, self.size).map_err(CopyError::Read)?;
         let rest = data_bytes(self.source, from, self.size).map_err(CopyError::Read)?;
         self.progress.total.store(before, Ordering::Relaxed);
         self.progress.copied.store(before - rest, Ordering::Relaxed);
-        let (free, blank) = sync_channel(PIECES);
-        for _ in 0..PIECES {
-            // It has room for all of them.
-            let _ = free.send(Piece::new());
-        }
-        let (read, to_write) = sync_channel(1);
-        let (written, to_compare) = sync_channel(1);
-        thread::scope(|scope| {
-            let may_go_on = &may_go_on;
-            let reader = scope.spawn(move || self.read(from, &blank, &read, may_go_on));
-            let writer = scope.spawn(move || self.write(&to_write, &written, may_go_on));
-            let compared = self.compare(&to_compare, &free, &mut done);
-            // Whoever waits for one of the others hears that it is gone.
-            drop((to_compare, free));
-            let ended = |thread: thread::ScopedJoinHandle<'_, Result<(), CopyError>>| {
-                thread.join().unwrap_or(Err(CopyError::Stopped))
-            };
-            compared.and(ended(writer)).and(ended(reader))
+        let data = Data::of(self.source, from, self.size);
+        let pieces = Mutex::new(Pieces { data, begun: VecDeque::new(), done: 0, tell: done });
+        on_threads(|has_failed| {
+            let mut piece = Piece::new();
+            while !has_failed.load(Ordering::Relaxed) {
+                may_go_on()?;
+                let Some((number, offset, len)) = lock(&pieces).begin().map_err(CopyError::Read)? else { break };
+                piece.len = len;
+                self.source.read_exact_at(piece.bytes_mut(), offset).map_err(CopyError::Read)?;
+                let content = Content::of(offset, piece.bytes());
+                may_go_on()?;
+                for (begin, end) in runs(piece.bytes()) {
+                    let bytes = &piece.bytes()[begin..end];
+                    self.target.write_all_at(bytes, offset + begin as u64).map_err(CopyError::Write)?;
+                }
+                self.progress.copied.fetch_add(len as u64, Ordering::Relaxed);
+                lock(&pieces).end(number, content)?;
+                kibo_failpoint::reach_blocking("move-copying");
+            }
+            Ok(())
         })
     }
+}
 
-    fn read(
-        &self,
-        from: u64,
-        blank: &Receiver<Piece>,
-        read: &SyncSender<Piece>,
-        may_go_on: &impl Fn() -> Result<(), CopyError>,
-    ) -> Result<(), CopyError> {
-        let mut at = from;
-        while let Some((begin, end)) = next_data(self.source, at, self.size).map_err(CopyError::Read)? {
-            at = begin;
-            while at < end {
-                may_go_on()?;
-                // Without it, another thread has failed and says why.
-                let Ok(mut piece) = blank.recv() else { return Ok(()) };
-                piece.offset = at;
-                piece.len = usize::try_from(end - at).unwrap_or(PIECE).min(PIECE);
-                self.source.read_exact_at(piece.bytes_mut(), at).map_err(CopyError::Read)?;
-                at = piece.end();
-                if read.send(piece).is_err() {
-                    return Ok(());
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn write(
-        &self,
-        to_write: &Receiver<Piece>,
-        written: &SyncSender<Piece>,
-        may_go_on: &impl Fn() -> Result<(), CopyError>,
-    ) -> Result<(), CopyError> {
-        for piece in to_write {
+/// Reads all of a copy from its disk, where it was synced, and compares it with what was read of the image. `may_go_on` is
+/// asked before each piece.
+pub fn verify(
+    copy: &File,
+    size: u64,
+    expected: Content,
+    may_go_on: impl Fn() -> Result<(), CopyError> + Sync,
+) -> Result<(), CopyError> {
+    // Where it cannot be dropped, the cache is what there is.
+    let _ = fadvise(copy, 0, None, Advice::DontNeed);
+    let (data, found) = (Mutex::new(Data::of(copy, 0, size)), Mutex::new(Content::default()));
+    on_threads(|has_failed| {
+        let (mut piece, mut content) = (Piece::new(), Content::default());
+        while !has_failed.load(Ordering::Relaxed) {
             may_go_on()?;
-            for (begin, end) in runs(piece.bytes()) {
-                let bytes = &piece.bytes()[begin..end];
-                self.target.write_all_at(bytes, piece.offset + begin as u64).map_err(CopyError::Write)?;
-            }
-            if written.send(piece).is_err() {
-                break;
-            }
+            let Some((offset, len)) = lock(&data).next().map_err(CopyError::ReadBack)? else { break };
+            piece.len = len;
+            copy.read_exact_at(piece.bytes_mut(), offset).map_err(CopyError::ReadBack)?;
+            content.add(Content::of(offset, piece.bytes()));
         }
+        lock(&found).add(content);
         Ok(())
-    }
-
-    fn compare(
-        &self,
-        to_compare: &Receiver<Piece>,
-        free: &SyncSender<Piece>,
-        done: &mut impl FnMut(u64) -> Result<(), CopyError>,
-    ) -> Result<(), CopyError> {
-        let mut found = Piece::new();
-        for piece in to_compare {
-            if !self.target_is_direct {
-                self.drop_from_cache(&piece)?;
-            }
-            found.len = piece.len;
-            self.target.read_exact_at(found.bytes_mut(), piece.offset).map_err(CopyError::ReadBack)?;
-            if found.bytes() != piece.bytes() {
-                return Err(CopyError::Differs(piece.offset));
-            }
-            self.progress.copied.fetch_add(piece.len as u64, Ordering::Relaxed);
-            done(piece.end())?;
-            kibo_failpoint::reach_blocking("move-copying");
-            // The reader may have had its last one.
-            let _ = free.send(piece);
-        }
-        Ok(())
-    }
-
-    fn drop_from_cache(&self, piece: &Piece) -> Result<(), CopyError> {
-        self.target.sync_data().map_err(CopyError::Write)?;
-        let len = std::num::NonZeroU64::new(piece.len as u64);
-        // Where it cannot be dropped, the cache is what there is.
-        let _ = fadvise(self.target, piece.offset, len, Advice::DontNeed);
-        Ok(())
-    }
+    })?;
+    if *lock(&found) == expected { Ok(()) } else { Err(CopyError::Differs) }
 }
 
 #[cfg(test)]
@@ -273,18 +216,26 @@ mod tests {
         file
     }
 
-    fn run(source: &File, target: &File, size: u64, from: u64, progress: &Progress) -> Result<Vec<u64>, CopyError> {
-        let mut done = Vec::new();
-        let copy = Copy { source, target, target_is_direct: false, size, progress };
+    /// The ends of the pieces, and what was read.
+    fn run(
+        source: &File,
+        target: &File,
+        size: u64,
+        from: u64,
+        progress: &Progress,
+    ) -> Result<(Vec<u64>, Content), CopyError> {
+        let (mut done, mut content) = (Vec::new(), Content::default());
+        let copy = Copy { source, target, size, progress };
         copy.run(
             from,
-            |at| {
+            |at, more| {
                 done.push(at);
+                content.add(more);
                 Ok(())
             },
             || if progress.is_stopped() { Err(CopyError::Stopped) } else { Ok(()) },
         )?;
-        Ok(done)
+        Ok((done, content))
     }
 
     fn all(file: &File, size: u64) -> Vec<u8> {
@@ -303,8 +254,9 @@ mod tests {
         source.write_all_at(&vec![0; 8 << 20], 40 * MIB).unwrap();
         source.write_all_at(&[3; 1], size - 1).unwrap();
         let progress = Progress::default();
-        let done = run(&source, &target, size, 0, &progress).unwrap();
+        let (done, content) = run(&source, &target, size, 0, &progress).unwrap();
         assert!(all(&source, size) == all(&target, size));
+        verify(&target, size, content, || Ok(())).unwrap();
         assert!(done.is_sorted() && done.last() == Some(&size), "{done:?}");
         assert_eq!(progress.copied(), progress.total());
         let occupied = target.metadata().unwrap().blocks() * 512;
@@ -333,24 +285,33 @@ mod tests {
         let stopped = Progress::default();
         stopped.stop();
         assert!(matches!(run(&source, &target, size, 0, &stopped), Err(CopyError::Stopped)));
+        assert!(matches!(
+            verify(&source, size, Content::default(), || Err(CopyError::Stopped)),
+            Err(CopyError::Stopped)
+        ));
         let read_only = File::open(dir.path().join("target")).unwrap();
         assert!(matches!(run(&source, &read_only, size, 0, &Progress::default()), Err(CopyError::Write(_))));
         let short = file(&dir, "short", MIB);
-        let copy = Copy { source: &short, target: &target, target_is_direct: false, size, progress: &stopped };
-        assert!(copy.run(0, |_| Ok(()), || Ok(())).is_ok(), "there is no data in it");
+        let copy = Copy { source: &short, target: &target, size, progress: &stopped };
+        assert!(copy.run(0, |_, _| Ok(()), || Ok(())).is_ok(), "there is no data in it");
     }
 
     #[test]
-    fn damage_is_found() {
+    fn damage_anywhere_in_the_copy_is_found() {
         let dir = tempfile::tempdir().unwrap();
         let size = 16 * MIB;
         let (source, target) = (file(&dir, "source", size), file(&dir, "target", size));
-        source.write_all_at(&vec![7; 16 << 20], 0).unwrap();
-        // What lies in the target where the source has zeros was not written by the copy.
-        source.write_all_at(&vec![0; 1 << 20], 8 * MIB).unwrap();
-        target.write_all_at(&[1], 8 * MIB + 5).unwrap();
-        assert!(
-            matches!(run(&source, &target, size, 0, &Progress::default()), Err(CopyError::Differs(at)) if at == 8 * MIB)
-        );
+        source.write_all_at(&vec![7; 2 << 20], 0).unwrap();
+        let (_, content) = run(&source, &target, size, 0, &Progress::default()).unwrap();
+        let is_whole = || verify(&target, size, content, || Ok(()));
+        is_whole().unwrap();
+        for at in [5, 8 * MIB, size - 1] {
+            let mut byte = [0];
+            target.read_exact_at(&mut byte, at).unwrap();
+            target.write_all_at(&[byte[0] ^ 4], at).unwrap();
+            assert!(matches!(is_whole(), Err(CopyError::Differs)), "at {at}");
+            target.write_all_at(&byte, at).unwrap();
+            is_whole().unwrap();
+        }
     }
 }

@@ -56,6 +56,13 @@ fn judge(dir: &Path, epoch: Epoch) -> io::Result<Result<(), NotACopy>> {
     Ok(record_files::list(dir)?.decide_discard(epoch, has_image))
 }
 
+/// Whether what was put aside would go back. `false` also when it has gone meanwhile.
+pub fn is_the_object(aside: &Path) -> io::Result<bool> {
+    let epoch = aside.file_name().and_then(|name| name.to_str()).and_then(parse).map(|(_, epoch)| epoch);
+    let is_there = aside.try_exists()?;
+    epoch.filter(|_| is_there).map_or(Ok(false), |epoch| judge(aside, epoch).map(|judged| judged.is_err()))
+}
+
 /// `false`: somebody else has come to its end.
 fn touch(aside: &Path) -> io::Result<bool> {
     match fs::File::create(aside.join(TOUCHED)) {

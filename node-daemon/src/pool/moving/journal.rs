@@ -8,9 +8,12 @@ use std::{
 use kibo_crds::{Epoch, PoolId};
 use serde::{Deserialize, Serialize};
 
-use crate::{durable, pool::record_files::remove_if_there};
+use crate::{
+    durable,
+    pool::{record_files::remove_if_there, sparse::Content},
+};
 
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 /// What a move makes in the directory of an object begins like this.
 const PREFIX: &str = "image.raw.moving.";
 const JOURNAL: &str = ".json";
@@ -23,15 +26,17 @@ pub struct Journal {
     /// Of the grant: the source cannot have changed under it.
     pub epoch: Epoch,
     pub size: u64,
-    /// Everything before this byte is in the copy, compared and synced.
+    /// Everything before this byte is in the copy, and synced.
     pub done: u64,
-    /// The whole copy is; it only has to get its name.
+    /// What was read of the image before that byte.
+    pub content: Content,
+    /// The whole copy is there and synced; it has to be read back, and to get its name.
     pub complete: bool,
 }
 
 impl Journal {
     pub fn new(from: PoolId, epoch: Epoch, size: u64) -> Self {
-        Self { format: FORMAT, from, epoch, size, done: 0, complete: false }
+        Self { format: FORMAT, from, epoch, size, done: 0, content: Content::default(), complete: false }
     }
 
     /// What was noted of the same copy; what is damaged or about another one counts as nothing.

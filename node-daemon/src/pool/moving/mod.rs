@@ -29,8 +29,7 @@ use kibo_crds::{Bytes, Epoch, ObjectUid, PoolId};
 use kibo_protocol::v1;
 
 pub use copy::Progress;
-pub(super) use copy::{PIECE, Piece, data_bytes, next_data, runs};
-pub use discard::{object_of_aside, put_back_objects};
+pub use discard::{is_the_object, object_of_aside, put_back_objects};
 pub use journal::clear;
 
 use super::{
@@ -38,12 +37,13 @@ use super::{
     image::{self, ImageError},
     record_files,
     records::{Conflict, TakeDecision},
+    sparse,
 };
 use crate::{
     durable,
     launch::{GrantedObject, Taker},
 };
-use copy::{Copy, CopyError};
+use copy::{Copy, CopyError, verify};
 use journal::{Journal, copy_path};
 
 /// How often a copy makes what it has durable and notes it.
@@ -100,6 +100,7 @@ impl Pools {
         if !journal.complete {
             moving.copy(&source, &mut journal)?;
         }
+        moving.verify(&journal)?;
         moving.name_it(&mut journal)
     }
 }
@@ -147,7 +148,7 @@ impl Moving<'_> {
         let path = dir.join(image::IMAGE);
         let failed = |source| ImageError::Io { action: "look at", path: path.clone(), source };
         let size = image::size(&dir).map_err(failed)?.ok_or_else(|| ImageError::Missing { path: path.clone() })?;
-        let (file, _) = open(&path, OpenOptions::new().read(true))?;
+        let (file, _) = sparse::open(&path, OpenOptions::new().read(true))?;
         Ok((file, size.0))
     }
 
@@ -226,19 +227,24 @@ impl Moving<'_> {
         let mut options = OpenOptions::new();
         // Never a new one where the journal says that some of it is there.
         options.read(true).write(true).create(journal.done == 0).truncate(false).mode(0o600);
-        let (target, target_is_direct) = open(&path, &mut options)?;
+        let (target, _) = sparse::open(&path, &mut options)?;
+        if journal.done == 0 {
+            // Of what an earlier try left nobody knows how much is there.
+            target.set_len(0).map_err(self.io_error("begin the copy of"))?;
+        }
         target.set_len(journal.size).map_err(self.io_error("size the copy of"))?;
-        let copy = Copy { source, target: &target, target_is_direct, size: journal.size, progress: self.progress };
+        let copy = Copy { source, target: &target, size: journal.size, progress: self.progress };
         let looked = Mutex::new(Instant::now());
         let mut noted = Instant::now();
-        let from = journal.done;
-        let done = |at| {
+        let (from, mut content) = (journal.done, journal.content);
+        let done = |at, more| {
+            content.add(more);
             if noted.elapsed() < NOTE_EVERY {
                 return Ok(());
             }
             self.is_wanted()?;
             target.sync_data().map_err(CopyError::Write)?;
-            journal.done = at;
+            (journal.done, journal.content) = (at, content);
             journal.write(&dir).map_err(CopyError::Write)?;
             noted = Instant::now();
             Ok(())
@@ -247,8 +253,24 @@ impl Moving<'_> {
         self.is_wanted().map_err(|source| self.copy_error(source))?;
         target.sync_all().map_err(self.io_error("sync the copy of"))?;
         kibo_failpoint::reach_blocking("move-synced");
-        journal.complete = true;
+        (journal.content, journal.complete) = (content, true);
         journal.write(&dir).map_err(self.io_error("write the journal of"))
+    }
+
+    /// The whole copy, whoever has made which part of it, before anybody can take it for the object. One that has its name
+    /// already was found whole before it got that.
+    fn verify(&self, journal: &Journal) -> Result<(), MoveError> {
+        let path = copy_path(&self.to.object_dir(self.uid()), self.epoch());
+        if inode(&path).map_err(self.io_error("look at"))?.is_none() {
+            return Ok(());
+        }
+        self.progress.waits_for(Some("the whole copy is read back and compared".to_owned()));
+        let (copy, _) = sparse::open(&path, OpenOptions::new().read(true))?;
+        let looked = Mutex::new(Instant::now());
+        verify(&copy, journal.size, journal.content, || self.may_go_on(&looked))
+            .map_err(|source| self.copy_error(source))?;
+        kibo_failpoint::reach_blocking("move-verified");
+        Ok(())
     }
 
     /// Nothing is read or written once one of the pools was declared lost.
@@ -302,8 +324,7 @@ impl Moving<'_> {
             // An earlier try came to its end.
             (None, Some((_, found))) if Some(found) == size => {}
             (None, _) => {
-                journal.complete = false;
-                journal.done = 0;
+                *journal = Journal::new(self.from.id.clone(), self.epoch(), journal.size);
                 journal.write(&dir).map_err(failed("write the journal of"))?;
                 return Err(ImageError::Missing { path: copy }.into());
             }
@@ -333,17 +354,4 @@ pub(super) fn inode(path: &Path) -> io::Result<Option<(u64, u64)>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         found => found.map(|found| Some((found.ino(), found.size()))),
     }
-}
-
-/// Opens past the page cache where the file system can.
-pub(super) fn open(path: &Path, options: &mut OpenOptions) -> Result<(File, bool), ImageError> {
-    let direct = i32::try_from(rustix::fs::OFlags::DIRECT.bits()).unwrap_or(0);
-    match options.custom_flags(direct).open(path) {
-        Err(error) if error.raw_os_error() == Some(rustix::io::Errno::INVAL.raw_os_error()) => {
-            let file = options.custom_flags(0).open(path);
-            file.map(|file| (file, false))
-        }
-        opened => opened.map(|file| (file, true)),
-    }
-    .map_err(|source| ImageError::Io { action: "open", path: path.to_owned(), source })
 }

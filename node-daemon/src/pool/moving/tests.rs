@@ -59,6 +59,15 @@ impl Setup {
         names
     }
 
+    /// Of the move of epoch 2, which has come so far.
+    fn journal(&self, done: usize, complete: bool) -> Journal {
+        let image = fs::read(self.image("old")).unwrap();
+        let mut journal = Journal::new(id("old"), Epoch(2), image.len() as u64);
+        (journal.done, journal.content, journal.complete) =
+            (done as u64, sparse::Content::of(0, &image[..done]), complete);
+        journal
+    }
+
     fn run(&self, node: &str, epoch: u64, end: PredecessorEnd) -> Result<(), MoveError> {
         let granted = object("old", epoch, end);
         self.on(node).move_object(&granted, &id("new"), &mover(node), &Progress::default())
@@ -151,11 +160,6 @@ type Step<'a> = (&'a str, Box<dyn Fn(&Setup) + 'a>);
 fn a_move_that_was_killed_anywhere_is_taken_up() {
     let node: NodeId = "a".parse().unwrap();
     let record = || Record { taker: Some(mover("a")), grant: object("old", 2, PredecessorEnd::Released).grant };
-    let journal = |done: u64, complete: bool| {
-        let mut journal = Journal::new(id("old"), Epoch(2), 64 << 20);
-        (journal.done, journal.complete) = (done, complete);
-        journal
-    };
     let copied = |setup: &Setup, name: &str| {
         fs::copy(setup.image("old"), setup.object_dir("new").join(name)).unwrap();
     };
@@ -172,7 +176,9 @@ fn a_move_that_was_killed_anywhere_is_taken_up() {
             "half a copy and no journal",
             Box::new(|setup| {
                 both(setup);
-                fs::write(setup.object_dir("new").join("image.raw.moving.2"), "half").unwrap();
+                let copy = fs::File::create(setup.object_dir("new").join("image.raw.moving.2")).unwrap();
+                // Where the image has a hole.
+                copy.write_all_at(b"of an earlier try", 40 << 20).unwrap();
             }),
         ),
         (
@@ -182,7 +188,7 @@ fn a_move_that_was_killed_anywhere_is_taken_up() {
                 copied(setup, "image.raw.moving.2");
                 let copy = OpenOptions::new().write(true).open(setup.object_dir("new").join("image.raw.moving.2"));
                 copy.unwrap().write_all_at(&[9; 4096], (64 << 20) - 4096).unwrap();
-                journal(18 << 20, false).write(&setup.object_dir("new")).unwrap();
+                setup.journal(18 << 20, false).write(&setup.object_dir("new")).unwrap();
             }),
         ),
         (
@@ -190,7 +196,7 @@ fn a_move_that_was_killed_anywhere_is_taken_up() {
             Box::new(|setup| {
                 both(setup);
                 copied(setup, "image.raw.moving.2");
-                journal(0, true).write(&setup.object_dir("new")).unwrap();
+                setup.journal(64 << 20, true).write(&setup.object_dir("new")).unwrap();
             }),
         ),
         (
@@ -200,7 +206,7 @@ fn a_move_that_was_killed_anywhere_is_taken_up() {
                 copied(setup, "image.raw.moving.2");
                 let dir = setup.object_dir("new");
                 fs::hard_link(dir.join("image.raw.moving.2"), dir.join("image.raw")).unwrap();
-                journal(0, true).write(&dir).unwrap();
+                setup.journal(64 << 20, true).write(&dir).unwrap();
             }),
         ),
         (
@@ -218,7 +224,7 @@ fn a_move_that_was_killed_anywhere_is_taken_up() {
             Box::new(|setup| {
                 both(setup);
                 copied(setup, "image.raw");
-                journal(0, true).write(&setup.object_dir("new")).unwrap();
+                setup.journal(64 << 20, true).write(&setup.object_dir("new")).unwrap();
             }),
         ),
         (
@@ -236,6 +242,38 @@ fn a_move_that_was_killed_anywhere_is_taken_up() {
         setup.run("a", 2, PredecessorEnd::Released).unwrap_or_else(|error| panic!("{what}: {error}"));
         setup.assert_copied(what);
         setup.run("a", 2, PredecessorEnd::Released).unwrap_or_else(|error| panic!("{what}, again: {error}"));
+        setup.assert_copied(what);
+    }
+}
+
+/// What a daemon of before has copied is not believed in: nothing gets the name that was not read back as a whole.
+#[test]
+fn a_move_that_is_taken_up_compares_what_was_copied_before_too() {
+    for (what, done, complete, at) in [
+        ("before the journal's mark", 18 << 20, false, 17 << 20),
+        ("where there is a hole", 18 << 20, false, 10 << 20),
+        ("in a whole copy", 64 << 20, true, 17 << 20),
+    ] {
+        let setup = Setup::new();
+        let record = Record { taker: Some(mover("a")), grant: object("old", 2, PredecessorEnd::Released).grant };
+        let dir = setup.object_dir("new");
+        fs::create_dir(&dir).unwrap();
+        for pool in ["old", "new"] {
+            assert!(write(&setup.object_dir(pool), &"a".parse().unwrap(), Kind::Taken, &record).unwrap());
+        }
+        let copy = dir.join("image.raw.moving.2");
+        fs::copy(setup.image("old"), &copy).unwrap();
+        OpenOptions::new().write(true).open(&copy).unwrap().write_all_at(b"damaged", at).unwrap();
+        setup.journal(done, complete).write(&dir).unwrap();
+        let error = setup.run("a", 2, PredecessorEnd::Released).unwrap_err();
+        assert!(matches!(error, MoveError::Copy { source: CopyError::Differs, .. }), "{what}: {error}");
+        assert!(!setup.image("new").exists(), "{what}");
+        // It is given up, and asked for again.
+        let a = setup.on("a");
+        a.get(&id("new")).unwrap().discard_copy(&uid(), Epoch(2)).unwrap();
+        let granted = object("old", 2, PredecessorEnd::Released);
+        a.get(&id("old")).unwrap().confirm_not_taken(&granted, |_| false).unwrap();
+        setup.run("a", 3, PredecessorEnd::Released).unwrap_or_else(|error| panic!("{what}, again: {error}"));
         setup.assert_copied(what);
     }
 }

@@ -16,7 +16,7 @@ use crate::{
     pool::{
         Pools,
         image::{self, ImageError},
-        moving,
+        sparse,
     },
 };
 
@@ -32,31 +32,26 @@ impl<'a> Source<'a> {
         let path = held.image();
         let size = image::size(&held.dir()).map_err(failed("look at", &path))?;
         let size = size.ok_or_else(|| ImageError::Missing { path: path.clone() })?;
-        let (file, _) = moving::open(&path, OpenOptions::new().read(true))?;
+        let (file, _) = sparse::open(&path, OpenOptions::new().read(true))?;
         Ok(Self { held, file, size: size.0 })
     }
 
     fn data(&self) -> Result<u64, TransferError> {
-        moving::data_bytes(&self.file, 0, self.size).map_err(failed("read", &self.held.image()))
+        sparse::data_bytes(&self.file, 0, self.size).map_err(failed("read", &self.held.image()))
     }
 
     /// Everything that is neither a hole nor zeros.
     fn write<W: Write>(&self, to: &mut Writer<W>, leave: &Leave<'_>) -> Result<(), TransferError> {
         let path = self.held.image();
-        let mut piece = moving::Piece::new();
-        let mut at = 0;
-        while let Some((begin, end)) = moving::next_data(&self.file, at, self.size).map_err(failed("read", &path))? {
-            at = begin;
-            while at < end {
-                leave.check()?;
-                piece.len = usize::try_from(end - at).unwrap_or(moving::PIECE).min(moving::PIECE);
-                self.file.read_exact_at(piece.bytes_mut(), at).map_err(failed("read", &path))?;
-                for (first, last) in moving::runs(piece.bytes()) {
-                    to.data(at + first as u64, &piece.bytes()[first..last]).map_err(TransferError::Output)?;
-                }
-                kibo_failpoint::reach_blocking("export-reading");
-                at += piece.len as u64;
+        let (mut piece, mut data) = (sparse::Piece::new(), sparse::Data::of(&self.file, 0, self.size));
+        while let Some((at, len)) = data.next().map_err(failed("read", &path))? {
+            leave.check()?;
+            piece.len = len;
+            self.file.read_exact_at(piece.bytes_mut(), at).map_err(failed("read", &path))?;
+            for (first, last) in sparse::runs(piece.bytes()) {
+                to.data(at + first as u64, &piece.bytes()[first..last]).map_err(TransferError::Output)?;
             }
+            kibo_failpoint::reach_blocking("export-reading");
         }
         to.end_disk().map_err(TransferError::Output)
     }

@@ -15,7 +15,7 @@ use super::{Disks, Held, Leave, TransferError, failed};
 use crate::{
     durable,
     launch::Taker,
-    pool::{Pools, image, moving, record_files::remove_if_there},
+    pool::{Pools, image, moving, record_files::remove_if_there, sparse},
 };
 
 /// What an import makes in the directory of an object begins like this; the epoch follows.
@@ -40,7 +40,7 @@ impl<'a> Target<'a> {
         image::has_space(&dir, object.size)?;
         let path = dir.join(format!("{PREFIX}{epoch}"));
         let mut options = OpenOptions::new();
-        let (file, _) = moving::open(&path, options.read(true).write(true).create_new(true).mode(0o600))?;
+        let (file, _) = sparse::open(&path, options.read(true).write(true).create_new(true).mode(0o600))?;
         file.set_len(object.size.0).map_err(failed("size", &path))?;
         Ok(Self { held, path, file })
     }
@@ -108,10 +108,10 @@ fn import(
     }
     agree(&reader.prefix().description, held)?;
     let targets = held.iter().map(Target::make).collect::<Result<Vec<_>, _>>()?;
-    let mut piece = moving::Piece::new();
+    let mut piece = sparse::Piece::new();
     loop {
         leave.check()?;
-        piece.len = moving::PIECE;
+        piece.len = sparse::PIECE;
         let Record::Data { disk, offset, length } = reader.next(piece.bytes_mut())? else { break };
         piece.len = length;
         // There is one for each disk that the description has.

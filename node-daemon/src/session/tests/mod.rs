@@ -2,6 +2,7 @@
 
 mod node;
 mod operator;
+mod pools;
 
 use std::os::unix::fs::PermissionsExt as _;
 

@@ -48,6 +48,11 @@ impl Noted {
         };
         self.running.lock().unwrap().insert(id, summary);
     }
+
+    /// It has ended, and its end was acknowledged.
+    pub fn forget(&self, id: InstanceId) {
+        self.running.lock().unwrap().remove(&id);
+    }
 }
 
 impl InstanceControl for Noted {
@@ -139,11 +144,14 @@ impl InstanceControl for Noted {
 pub struct TestNode {
     pub dir: tempfile::TempDir,
     pub instances: Noted,
+    /// Beside `p`, each in a directory of its name.
+    more_pools: &'static [&'static str],
 }
 
 /// A daemon that runs until it is dropped or killed.
 pub struct Running {
     pub spool: Arc<EventSpool>,
+    pub pools: Arc<Pools>,
     pub outcome: tokio::task::JoinHandle<Outcome>,
     shutdown: CancellationToken,
 }
@@ -154,17 +162,27 @@ impl TestNode {
         pool::init(&dir.path().join("pool"), &"p".parse().unwrap()).unwrap();
         std::fs::create_dir(dir.path().join("images")).unwrap();
         std::fs::write(dir.path().join("images/debian.erofs"), "").unwrap();
-        Self { dir, instances: Noted::default() }
+        Self { dir, instances: Noted::default(), more_pools: &[] }
+    }
+
+    pub fn with_pools(more_pools: &'static [&'static str]) -> Self {
+        let node = Self { more_pools, ..Self::new() };
+        for id in more_pools {
+            pool::init(&node.dir.path().join(id), &id.parse().unwrap()).unwrap();
+        }
+        node
     }
 
     fn config(&self, operator: &Operator) -> Config {
         let dir = self.dir.path().display();
+        let more = |id: &&str| format!(r#", {{ id = "{id}", path = "{dir}/{id}" }}"#);
+        let more: String = self.more_pools.iter().map(more).collect();
         std::fs::write(self.dir.path().join("ca.crt"), &operator.ca_pem).unwrap();
         let text = format!(
             r#"
             state_dir = "{dir}/state"
             resources = {{ cpu = "2", memory = "1Gi" }}
-            storage_pools = [{{ id = "p", path = "{dir}/pool" }}]
+            storage_pools = [{{ id = "p", path = "{dir}/pool", default = true }}{more}]
             vmm = {{ accelerator = "tcg", qemu = "/q", kernel = "/k", initrd = "/i" }}
             images = {{ dir = "{dir}/images" }}
             control = {{ endpoints = ["https://{}"], ca_file = "{dir}/ca.crt", token_file = "{dir}/token" }}
@@ -191,9 +209,10 @@ impl TestNode {
             let life = Life { incarnation: kibo_crds::Incarnation(1), boot_id: "boot".into() };
             state.update(|record| record.life = Some(life)).unwrap();
         }
+        let pools = Arc::new(Pools::open(&config.storage_pools, config.fence, &id).unwrap());
         let node = Node::new(NodeParts {
             state,
-            pools: Arc::new(Pools::open(&config.storage_pools, config.fence, &id).unwrap()),
+            pools: Arc::clone(&pools),
             spool: Arc::clone(&spool),
             host: Host::start(config.host.proc.clone(), self.dir.path().join("cgroups")),
             boot_id: "boot".into(),
@@ -204,7 +223,7 @@ impl TestNode {
         });
         let shutdown = CancellationToken::new();
         let outcome = tokio::spawn(run(Arc::new(node), shutdown.clone()));
-        Running { spool, outcome, shutdown }
+        Running { spool, pools, outcome, shutdown }
     }
 
     pub fn calls(&self) -> Vec<String> {

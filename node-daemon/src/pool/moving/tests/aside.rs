@@ -90,6 +90,35 @@ fn what_was_put_aside_and_is_the_object_is_found_by_whoever_misses_it() {
     }
 }
 
+/// A control plane that was put back goes by what a node says that its pools have.
+#[test]
+fn what_was_put_aside_and_is_the_object_is_among_the_objects_of_the_pool() {
+    let setup = Setup::new();
+    moved_by_another(&setup);
+    let c = setup.on("c");
+    let new = c.get(&id("new")).unwrap();
+    new.take(&object("new", 4, PredecessorEnd::Released), &instance("c")).unwrap();
+    let objects = || new.objects().unwrap();
+    let there = objects();
+    assert_eq!((there.len(), there[0].highest, there[0].size), (1, Epoch(4), Some(Bytes::mib(64))));
+    put_aside(new);
+    assert_eq!(objects(), there);
+    // Somebody was granted it meanwhile, and found nothing.
+    fs::create_dir(setup.object_dir("new")).unwrap();
+    let grant = object("new", 5, PredecessorEnd::Released).grant;
+    let refusal = Record { taker: None, grant };
+    assert!(write(&setup.object_dir("new"), &"a".parse().unwrap(), Kind::Refused, &refusal).unwrap());
+    let [found] = objects().try_into().unwrap();
+    assert_eq!((found.highest, &found.last, found.size), (Epoch(5), &there[0].last, Some(Bytes::mib(64))));
+
+    let setup = Setup::new();
+    setup.run("a", 2, PredecessorEnd::Released).unwrap();
+    let a = setup.on("a");
+    let new = a.get(&id("new")).unwrap();
+    put_aside(new);
+    assert_eq!(new.objects().unwrap(), [], "a copy is none");
+}
+
 #[test]
 fn what_was_put_aside_is_moved_all_the_same() {
     let setup = Setup::new();

@@ -1,0 +1,126 @@
+//! Sessions of a node whose pools hang, or take it for dead.
+
+use std::{
+    fs::{self, File},
+    os::unix::fs::FileExt as _,
+    path::Path,
+    time::Duration,
+};
+
+use kibo_crds::{Incarnation, InstanceId};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
+
+use super::*;
+
+async fn until(what: &str, mut reached: impl FnMut() -> bool) {
+    let looked = async {
+        while !reached() {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    tokio::time::timeout(operator::PATIENCE, looked).await.unwrap_or_else(|_| panic!("{what}"));
+}
+
+/// Whoever reads this file waits until somebody has written it.
+fn hanging(path: &Path) {
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    mknodat(CWD, path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+}
+
+fn move_object(epoch: u64, to: &str) -> ToNode {
+    let object = v1::Object { must_exist: true, ..granted(epoch) };
+    ToNode::MoveObject(v1::MoveObject { object: Some(object), to_pool: to.into() })
+}
+
+/// The next word about the move of this epoch that is in this state.
+async fn word(session: &mut operator::Session, epoch: u64, state: v1::MoveState) -> v1::MoveProgress {
+    session
+        .find(|message| match message {
+            FromNode::MoveProgress(word) if word.epoch == epoch && word.state() == state => Some(word),
+            _ => None,
+        })
+        .await
+}
+
+#[tokio::test]
+async fn a_move_that_hangs_holds_neither_its_object_nor_the_next_move() {
+    let (mut operator, node) = (Operator::listen().await, TestNode::with_pools(&["q", "r"]));
+    let object = |pool: &str| node.dir.path().join(pool).join("objects").join(LAYER);
+    fs::create_dir(object("pool")).unwrap();
+    let image = File::create(object("pool").join("image.raw")).unwrap();
+    image.set_len(64 << 20).unwrap();
+    image.write_all_at(&[7; 8192], 5 << 20).unwrap();
+    let hangs = object("q").join("image.raw.moving.2.json");
+    hanging(&hangs);
+
+    let daemon = node.begin(&operator);
+    let mut session = operator.accepted(vec![]).await;
+    session.send(1, move_object(2, "q")).await;
+    until("the move begins", || node.record("holder.2")).await;
+    // It is given up. Where the object is nobody waits for it.
+    let confirm = v1::ConfirmNotTaken { command_id: "c".into(), object: Some(granted(2)) };
+    session.send(1, ToNode::ConfirmNotTaken(confirm)).await;
+    let result = |message| if let FromNode::ObjectResult(result) = message { Some(result) } else { None };
+    let confirmed = session.find(result).await;
+    assert!(confirmed.ok && confirmed.r#use() == ObjectUse::Released, "{confirmed:?}");
+
+    // To another pool it is moved at once, and what lies there is removed.
+    session.send(1, move_object(3, "r")).await;
+    word(&mut session, 3, v1::MoveState::Copied).await;
+    assert!(fs::read(object("pool").join("image.raw")).unwrap() == fs::read(object("r").join("image.raw")).unwrap());
+    let confirm = v1::ConfirmNotTaken { command_id: "c".into(), object: Some(granted(3)) };
+    session.send(1, ToNode::ConfirmNotTaken(confirm)).await;
+    assert!(session.find(result).await.ok);
+    let copy = v1::Object { pool: "r".into(), ..granted(3) };
+    session.send(1, ToNode::DiscardCopy(v1::DiscardCopy { command_id: "d".into(), object: Some(copy) })).await;
+    assert!(session.find(result).await.ok && !object("r").exists());
+
+    // To the same one it waits, and says for what.
+    session.send(1, move_object(4, "q")).await;
+    let waits = word(&mut session, 4, v1::MoveState::Copying).await;
+    assert!(waits.message.contains("waits for its last move to storage pool q"), "{waits:?}");
+    let confirm = v1::ConfirmNotTaken { command_id: "c".into(), object: Some(granted(4)) };
+    session.send(1, ToNode::ConfirmNotTaken(confirm)).await;
+    // In whatever order.
+    let (mut is_refused, mut stopped) = (false, None);
+    while !is_refused || stopped.is_none() {
+        match session.next().await {
+            FromNode::ObjectResult(result) => is_refused = result.r#use() == ObjectUse::Refused,
+            FromNode::MoveProgress(word) if word.state() == v1::MoveState::Failed => stopped = Some(word),
+            _ => {}
+        }
+    }
+    assert_eq!(stopped.map(|word| (word.epoch, word.message)), Some((4, "it was stopped".to_owned())));
+    fs::write(&hangs, "").unwrap();
+    let failed = word(&mut session, 2, v1::MoveState::Failed).await;
+    assert!(failed.message.contains("it was stopped"), "{failed:?}");
+    daemon.end().await;
+}
+
+/// The pool did not answer when the control plane, which was built anew, counted from 1.
+#[tokio::test]
+async fn a_node_that_a_pool_takes_for_dead_begins_a_new_life_once_nothing_runs_on_it() {
+    let (mut operator, node) = (Operator::listen().await, TestNode::new());
+    let instance = InstanceId::generate();
+    node.instances.run(instance);
+    let daemon = node.begin(&operator);
+    let session = operator.accepted(vec![desired(instance, None)]).await;
+    let pool = daemon.pools.get(&"p".parse().unwrap()).unwrap();
+    pool.mark_dead(&"node-a".parse().unwrap(), Incarnation(7));
+    pool.look_again();
+    until("it is seen", || !pool.status().is_available()).await;
+    drop(session);
+    let (mut session, hello) = operator.session().await;
+    assert_eq!((hello.incarnation, hello.highest_mark), (Some(1), Some(7)), "something runs");
+    session.send(1, ack(1, vec![desired(instance, None)])).await;
+    let applied = |message: FromNode| matches!(message, FromNode::SettingsApplied(_)).then_some(());
+    session.find(applied).await;
+    node.instances.forget(instance);
+    session.closed().await;
+    let (mut session, hello) = operator.session().await;
+    assert_eq!((hello.incarnation, hello.highest_mark), (None, Some(7)), "it asks for another one");
+    session.send(1, ack(8, vec![])).await;
+    session.find(applied).await;
+    assert!(pool.status().is_available());
+    daemon.end().await;
+}
