@@ -366,6 +366,9 @@ pub struct NodeReport {
     pub instances: u32,
     /// Volumes and retained layers whose use right the node holds.
     pub held_objects: u32,
+    /// Revision of the settings (drain, slots, ratios) that the node's admission used when it reported.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub settings_revision: Option<u64>,
 }
 
 /// Who may use one object, and since which grant.

@@ -1,14 +1,19 @@
 //! `kibo node isolate` and `retire`: what cannot be taken back.
 
 use clap::Args;
-use kibo_crds::{CommandRecord, Node, node::NodeCommand, refusals};
+use kibo_crds::{
+    CommandRecord, Node,
+    node::{Admission, NodeCommand},
+    refusals,
+};
+use kube::ResourceExt as _;
 use serde_json::{Value, json};
 
 use super::{Recorded, Submission, WriteArgs, outcome::Outcome};
 use crate::{
     client::Cluster,
     command::{FinalWriteArgs, Question, confirm},
-    errors::{Error, Kind, Result, Subject},
+    errors::{Error, Kind, Result, Subject, program},
     output::{OutputArgs, present},
 };
 
@@ -48,8 +53,8 @@ pub async fn isolate(cluster: &Cluster, args: Isolate) -> Result<()> {
     let patch = |node: &Node| {
         let incarnation = node.status.as_ref().and_then(|status| status.incarnation).ok_or_else(|| {
             let text = format!("{} has never had a session, so there is nothing of it to isolate", submission.subject);
-            Error::new(Kind::FailedPrecondition, text)
-                .next(format!("if its host never comes: {}", submission.subject.command("retire")))
+            let next = if is_pending(node) { take_back(node) } else { submission.subject.command("retire") };
+            Error::new(Kind::FailedPrecondition, text).next(format!("if its host never comes: {next}"))
         })?;
         Ok(json!({ "spec": { "isolation": {
             "incarnation": incarnation,
@@ -87,7 +92,12 @@ pub async fn retire(cluster: &Cluster, args: Retire) -> Result<()> {
             verb: "retire",
         })?;
     }
-    let patch = |_: &Node| -> Result<Value> {
+    let patch = |node: &Node| -> Result<Value> {
+        if is_pending(node) {
+            let text = format!("no host has become {} yet, so there is nothing to retire", submission.subject);
+            return Err(Error::new(Kind::FailedPrecondition, text)
+                .next(format!("take its token back, and nobody becomes it: {}", take_back(node))));
+        }
         Ok(json!({ "spec": {
             "retirement": { "requestId": submission.id },
             // A grant would make a host of a node that is no more.
@@ -98,6 +108,16 @@ pub async fn retire(cluster: &Cluster, args: Retire) -> Result<()> {
     let Recorded { record, .. } = recorded?;
     let text = format!("{} is RETIRED", submission.subject);
     present(args.output.form(), &Outcome { node: args.node, record, text })
+}
+
+/// Nobody has shown its token. The API refuses to retire such a Node: it can be deleted.
+fn is_pending(node: &Node) -> bool {
+    let admission = node.status.as_ref().and_then(|status| status.admission);
+    admission.is_none_or(|admission| admission == Admission::Pending)
+}
+
+fn take_back(node: &Node) -> String {
+    format!("{} enrollment revoke {}", program(), node.name_any())
 }
 
 fn advise(error: Error, subject: &Subject) -> Error {

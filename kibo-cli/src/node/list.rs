@@ -21,7 +21,7 @@ pub struct Many {
 
 impl Present for Many {
     fn view(&self) -> impl Serialize {
-        self.listed.view("nodes", View::from)
+        self.listed.view("nodes", View::one_of_many)
     }
 
     fn names(&self) -> Vec<String> {

@@ -4,7 +4,7 @@ use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kibo_crds::{
     MilliCpu, Node, Percent,
-    node::{Admission, EffectiveOvercommit, HostUsage, NodeClock, NodeStatus, RatioSource},
+    node::{Admission, Amounts, EffectiveOvercommit, HostUsage, NodeClock, NodeSession, NodeStatus, RatioSource},
 };
 use kube::ResourceExt as _;
 use serde::Serialize;
@@ -40,24 +40,22 @@ impl Present for One {
         page.state("Status", status.phase.as_ref().map(enum_word).unwrap_or_default());
         page.fact("Admission", or_absent(status.admission.as_ref().map(enum_word)));
         page.fact_if("Enrollment", self.pending_grant(&status));
-        page.fact("Release", status.session.as_ref().map(|session| session.version.clone()).unwrap_or_default());
-        page.fact("Revision", or_absent(status.session.as_ref().and_then(|session| session.source_revision.clone())));
-        page.fact("Session", self.session(&status, wide));
-        page.fact("Clock", or_absent(status.clock.as_ref().map(clock)));
         page.fact_if("Labels", Some(self.labels(&status)));
         page.fact_if("Drain", drain_requested(&self.node).then_some("requested"));
         page.fact_if("Isolated", is_isolated(&status).then_some("yes"));
         page.fact_if("Quarantine", status.quarantine.as_ref().map(|quarantine| quarantine.message.clone()));
-        // A host that has never been here has reported nothing.
-        if status.session.is_some() {
-            self.amounts(&mut page, &status, wide);
+        match &status.session {
+            Some(_) => amounts(&mut page, &status),
+            // A host that has never been here has reported nothing.
+            None => page.fact("Latest session", ""),
         }
         if wide {
-            page.fact("Incarnation", or_absent(status.incarnation));
-            page.fact("Session ID", status.session.as_ref().map(|session| session.id.clone()).unwrap_or_default());
-            page.fact("Boot ID", status.session.as_ref().map(|session| session.boot_id.clone()).unwrap_or_default());
-            page.fact("Registration", self.node.resource_version().unwrap_or_default());
+            page.fact("Registration version", self.node.resource_version().unwrap_or_default());
             page.fact("Created", when(self.node.creation_timestamp().as_ref(), self.now, wide));
+        }
+        if let Some(session) = &status.session {
+            page.section("Latest session", self.session(session, status.clock.as_ref(), wide));
+            page.section("Latest full report", self.report(&status, wide));
         }
         if let Some(usage) = &status.host_usage {
             page.section("Host usage", host_usage(usage, self.now));
@@ -85,25 +83,6 @@ impl One {
         is_telling(condition) && !follows
     }
 
-    fn amounts(&self, page: &mut Page, status: &NodeStatus, wide: bool) {
-        let (capacity, schedulable, allocated) = (
-            Measured::from(status.capacity.as_ref()),
-            Measured::from(status.schedulable.as_ref()),
-            Measured::from(status.allocated.as_ref()),
-        );
-        page.fact("Capacity", both(&or_absent(capacity.cpu.map(cores)), &or_absent(capacity.memory.map(binary))));
-        page.fact(
-            "Allocated",
-            both(&shares(allocated.cpu, schedulable.cpu, cores), &shares(allocated.memory, schedulable.memory, binary)),
-        );
-        page.fact_if("Overcommit", status.overcommit.as_ref().map(overcommit));
-        let instances = or_absent(status.report.as_ref().map(|report| report.instances));
-        let slots = status.slots.map(|slots| format!(" of {slots} slots")).unwrap_or_default();
-        page.fact("Instances", instances + &slots);
-        page.fact("Held objects", or_absent(status.report.as_ref().map(|report| report.held_objects)));
-        page.fact("Last report", when(status.report.as_ref().map(|report| &report.time), self.now, wide));
-    }
-
     /// The labels that placement sees: what the Node carries wins over what its host says of itself.
     fn labels(&self, status: &NodeStatus) -> String {
         let own = self.node.labels().iter().map(|(key, value)| format!("{key}={value}"));
@@ -128,16 +107,77 @@ impl One {
         })
     }
 
-    fn session(&self, status: &NodeStatus, wide: bool) -> String {
-        match &status.session {
-            Some(session) if session.alive && wide => {
-                format!("alive, began {}", when(Some(&session.started_at), self.now, wide))
-            }
-            Some(session) if session.alive => format!("alive for {}", age(Some(&session.started_at), self.now)),
-            Some(session) => format!("ended {}", when(session.ended_at.as_ref(), self.now, wide)),
-            None => String::new(),
+    /// The session that lives, or the last one. A clock is known only while one lives.
+    fn session(&self, session: &NodeSession, clock: Option<&NodeClock>, wide: bool) -> Table {
+        let NodeSession { id, alive, incarnation, boot_id, version, source_revision, started_at, ended_at } = session;
+        let mut items = Items::new();
+        items.row(
+            "Alive",
+            match alive {
+                true if wide => format!("yes, began {}", when(Some(started_at), self.now, wide)),
+                true => format!("yes, for {}", age(Some(started_at), self.now)),
+                false => format!("no, ended {}", when(ended_at.as_ref(), self.now, wide)),
+            },
+        );
+        items.row("Release", version.clone());
+        items.row("Revision", or_absent(source_revision.as_ref()));
+        items.row("Clock", or_absent(clock.map(|clock| &clock.shown)));
+        items.row("Clock uncertainty", or_absent(clock.map(|clock| format!("{} ms", clock.uncertainty_millis))));
+        items.row("Kernel clock", or_absent(clock.and_then(|clock| clock.kernel_synchronized).map(synchronized)));
+        if wide {
+            items.row("Incarnation", incarnation.to_string());
+            items.row("Session ID", id.clone());
+            items.row("Boot ID", boot_id.clone());
         }
+        items.0
     }
+
+    /// What the node said last of all that it has.
+    fn report(&self, status: &NodeStatus, wide: bool) -> Table {
+        let report = status.report.as_ref();
+        let (schedulable, allocated) =
+            (Measured::from(status.schedulable.as_ref()), Measured::from(status.allocated.as_ref()));
+        let slots = status.slots.map(|slots| format!(" of {slots} slots")).unwrap_or_default();
+        let mut items = Items::new();
+        items.row("Reported", when(report.map(|report| &report.time), self.now, wide));
+        items.row("Allocated CPU", shares(allocated.cpu, schedulable.cpu, cores));
+        items.row("Allocated memory", shares(allocated.memory, schedulable.memory, binary));
+        items.row("Instances", or_absent(report.map(|report| report.instances)) + &slots);
+        items.row("Held objects", or_absent(report.map(|report| report.held_objects)));
+        if wide {
+            items.row("Reported version", or_absent(report.and_then(|report| report.settings_revision)));
+        }
+        items.0
+    }
+}
+
+/// What the host has, and what placement makes of it.
+fn amounts(page: &mut Page, status: &NodeStatus) {
+    let shown = |amounts: Option<&Amounts>| {
+        let Measured { cpu, memory } = Measured::from(amounts);
+        both(&or_absent(cpu.map(cores)), &or_absent(memory.map(binary)))
+    };
+    page.fact("Capacity", shown(status.capacity.as_ref()));
+    page.fact("Schedulable", shown(status.schedulable.as_ref()));
+    page.fact_if("Overcommit", status.overcommit.as_ref().map(overcommit));
+}
+
+/// A table of things by their names.
+struct Items(Table);
+
+impl Items {
+    fn new() -> Self {
+        Self(Table::new(["ITEM", "VALUE"]))
+    }
+
+    fn row(&mut self, item: &str, value: String) {
+        self.0.row(vec![item.to_owned(), value]);
+    }
+}
+
+/// What the host's kernel says of its clock.
+fn synchronized(yes: bool) -> &'static str {
+    if yes { "synchronized" } else { "not synchronized" }
 }
 
 /// Each ratio with where it is set.
@@ -148,16 +188,6 @@ fn overcommit(overcommit: &EffectiveOvercommit) -> String {
         RatioSource::Node => "of this node",
     };
     format!("CPU x {cpu} ({}), memory x {memory} ({})", source(*cpu_source), source(*memory_source))
-}
-
-/// The offset, how wrong it may be, and what the host's kernel says of its clock.
-fn clock(clock: &NodeClock) -> String {
-    let kernel = match clock.kernel_synchronized {
-        Some(true) => "synchronized",
-        Some(false) => "not synchronized",
-        None => ABSENT,
-    };
-    format!("{}, give or take {}ms, kernel: {kernel}", clock.shown, clock.uncertainty_millis)
 }
 
 /// By what a ratio is set: how much of the host is given out, and how much of that is in use.
@@ -220,8 +250,7 @@ fn pools(status: &NodeStatus) -> Table {
 
 /// What the host's last sample shows. For people: nothing is decided by it.
 fn host_usage(usage: &HostUsage, now: Timestamp) -> Table {
-    let mut table = Table::new(["ITEM", "VALUE"]);
-    let mut row = |item: &str, value: String| table.row(vec![item.to_owned(), value]);
+    let mut items = Items::new();
     let percent = |share: Option<Percent>| share.map(|share| format!("{share} %"));
     let pressure = |some: Option<Percent>, full: Option<Percent>| {
         format!("some {}, full {}", or_absent(percent(some)), or_absent(percent(full)))
@@ -229,19 +258,19 @@ fn host_usage(usage: &HostUsage, now: Timestamp) -> Table {
     let available = shares(usage.memory_available_bytes, usage.memory_total_bytes, binary);
     // Where no VM was ever started there is nothing to say of them.
     if usage.vm_memory_bytes.is_some() || usage.vm_cpu_milli.is_some() {
-        row("VM CPU", or_absent(usage.vm_cpu_milli.map(cores)));
-        row("VM memory", or_absent(usage.vm_memory_bytes.map(binary)));
+        items.row("VM CPU", or_absent(usage.vm_cpu_milli.map(cores)));
+        items.row("VM memory", or_absent(usage.vm_memory_bytes.map(binary)));
     }
-    row("Memory available", available);
-    row(
+    items.row("Memory available", available);
+    items.row(
         "Memory tight",
         match &usage.memory_tight_since {
             Some(since) => format!("yes, for {}", age(Some(since), now)),
             None => or_absent(usage.memory_available_bytes.map(|_| "no")),
         },
     );
-    row("CPU idle", or_absent(percent(usage.cpu_idle)));
-    row("CPU pressure", pressure(usage.cpu_pressure_some, usage.cpu_pressure_full));
-    row("Memory pressure", pressure(usage.memory_pressure_some, usage.memory_pressure_full));
-    table
+    items.row("CPU idle", or_absent(percent(usage.cpu_idle)));
+    items.row("CPU pressure", pressure(usage.cpu_pressure_some, usage.cpu_pressure_full));
+    items.row("Memory pressure", pressure(usage.memory_pressure_some, usage.memory_pressure_full));
+    items.0
 }

@@ -1,4 +1,5 @@
 use jiff::Timestamp;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kibo_crds::{Bytes, MilliCpu, Node};
 
 use super::{list::Many, page::One, view::View};
@@ -30,7 +31,7 @@ fn nodes() -> Vec<Node> {
                 "memoryTightSince": "1970-01-01T00:00:30Z", "cpuIdle": "97.31", "cpuPressureSome": "1.5",
                 "cpuPressureFull": "0", "memoryPressureSome": "0",
             },
-            "report": { "time": "1970-01-01T00:00:00Z", "instances": 2, "heldObjects": 3 },
+            "report": { "time": "1970-01-01T00:00:00Z", "instances": 2, "heldObjects": 3, "settingsRevision": 70 },
             "isolation": { "incarnation": 1, "state": "Finished" }, "hostLabels": { "zone": "a" },
             "conditions": [
                 { "type": "Ready", "status": "True", "reason": "SessionLive", "message": "it lives", "lastTransitionTime": "1970-01-01T00:00:00Z" },
@@ -60,21 +61,31 @@ fn the_page_of_a_node_shows_what_is_not_as_usual() {
     let now = Timestamp::from_second(90).unwrap();
     let [ready, pending] = nodes().try_into().unwrap();
     let expected = "\
-Node:           node-1
-Status:         READY
-Admission:      ADMITTED
-Release:        unreleased
-Revision:       1f2e3d
-Session:        alive for 90s
-Clock:          -1.2s, give or take 2ms, kernel: not synchronized
-Labels:         zone=a (of the host)
-Drain:          requested
-Capacity:       4 CPU, 8.0Gi memory
-Allocated:      1.5/8 CPU, 320.0Mi/8.0Gi memory
-Overcommit:     CPU x 2 (of this node), memory x 1 (cluster-wide default)
-Instances:      2
-Held objects:   3
-Last report:    90s ago
+Node:          node-1
+Status:        READY
+Admission:     ADMITTED
+Labels:        zone=a (of the host)
+Drain:         requested
+Capacity:      4 CPU, 8.0Gi memory
+Schedulable:   8 CPU, 8.0Gi memory
+Overcommit:    CPU x 2 (of this node), memory x 1 (cluster-wide default)
+
+Latest session:
+  ITEM                VALUE
+  Alive               yes, for 90s
+  Release             unreleased
+  Revision            1f2e3d
+  Clock               -1.2s
+  Clock uncertainty   2 ms
+  Kernel clock        not synchronized
+
+Latest full report:
+  ITEM               VALUE
+  Reported           90s ago
+  Allocated CPU      1.5/8
+  Allocated memory   320.0Mi/8.0Gi
+  Instances          2
+  Held objects       3
 
 Host usage:
   ITEM               VALUE
@@ -90,15 +101,36 @@ Conditions:
 ";
     assert_eq!(One { node: ready, events: Table::default(), now }.text(false), expected);
     let expected = "\
-Node:        node-2
-Status:      -
-Admission:   -
-Release:     -
-Revision:    -
-Session:     -
-Clock:       -
+Node:             node-2
+Status:           -
+Admission:        -
+Latest session:   -
 ";
     assert_eq!(One { node: pending, events: Table::default(), now }.text(false), expected);
+}
+
+#[test]
+fn what_tells_one_state_of_the_registration_from_another_is_on_the_wide_page_alone() {
+    let mut node = nodes().remove(0);
+    let page = |node: &Node, wide| {
+        let one = One { node: node.clone(), events: Table::default(), now: Timestamp::from_second(90).unwrap() };
+        let lines = one.text(wide);
+        lines.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect::<Vec<_>>()
+    };
+    for line in ["Registration version: 77", "Incarnation 2", "Session ID s", "Reported version 70"] {
+        assert!(page(&node, true).iter().any(|it| it == line), "{line}: {:#?}", page(&node, true));
+        assert!(!page(&node, false).iter().any(|it| it == line), "{line}: {:#?}", page(&node, false));
+    }
+    // Without a session nothing is known of a clock.
+    let status = node.status.as_mut().unwrap();
+    let session = status.session.as_mut().unwrap();
+    (session.alive, session.ended_at) = (false, Some(Time(Timestamp::from_second(60).unwrap())));
+    (status.clock, status.host_usage) = (None, None);
+    let shown = page(&node, false);
+    for line in ["Alive no, ended 30s ago", "Clock -", "Clock uncertainty -", "Kernel clock -"] {
+        assert!(shown.iter().any(|it| it == line), "{line}: {shown:#?}");
+    }
+    assert!(!shown.iter().any(|it| it == "Host usage:"), "{shown:#?}");
 }
 
 #[test]
@@ -150,5 +182,11 @@ fn the_json_of_a_node() {
     assert_eq!(view["session"]["session_id"], "s");
     assert_eq!(view["clock"]["offset_millis"], -1234);
     assert_eq!(view["report"]["held_objects"], 3);
+    assert_eq!(view["report"]["reported_version"], "70");
+    // What a host uses is shown of one node; of many, whether it is short of memory.
+    let many = Many { listed: Listed { items: nodes(), next_page_token: None }, now: Timestamp::UNIX_EPOCH };
+    let listed = serde_json::to_value(many.view()).unwrap();
+    assert_eq!(listed["nodes"][0].get("host_usage"), None);
+    assert_eq!((&view["memory_tight"], &listed["nodes"][0]["memory_tight"]), (&true.into(), &true.into()));
     assert_eq!(view["host_labels"], serde_json::json!({ "zone": "a" }));
 }

@@ -33,13 +33,21 @@ pub struct View {
     schedulable: AmountsView,
     allocated: AmountsView,
     overcommit: Option<OvercommitView>,
-    host_usage: Option<HostUsageView>,
+    memory_tight: Option<bool>,
+    #[serde(flatten)]
+    alone: Option<AloneView>,
     slots: Option<u32>,
     pools: Vec<PoolView>,
     incarnation: Option<u64>,
     registration_version: Option<String>,
     created_at: Option<String>,
     conditions: Vec<ConditionView>,
+}
+
+/// What is shown of one node, and would make a list long.
+#[derive(Serialize)]
+struct AloneView {
+    host_usage: Option<HostUsageView>,
 }
 
 #[derive(Serialize)]
@@ -70,6 +78,8 @@ struct ReportView {
     reported_at: String,
     instances: u32,
     held_objects: u32,
+    /// Of the settings that the node's admission used when it reported.
+    reported_version: Option<String>,
 }
 
 #[derive(Serialize)]
@@ -166,12 +176,21 @@ pub fn is_isolated(status: &NodeStatus) -> bool {
     }
 }
 
+impl View {
+    /// As one of a list.
+    pub fn one_of_many(node: &Node) -> Self {
+        Self { alone: None, ..Self::from(node) }
+    }
+}
+
 impl From<&Node> for View {
     fn from(node: &Node) -> Self {
         let status = node.status.clone().unwrap_or_default();
-        let host_usage = HostUsageView::of(&status);
+        let alone = Some(AloneView { host_usage: HostUsageView::of(&status) });
         Self {
             node_id: node.name_any(),
+            memory_tight: memory_tight(&status),
+            alone,
             isolated: is_isolated(&status),
             quarantine_id: status.quarantine.as_ref().map(|quarantine| quarantine.id.clone()),
             status: status.phase.as_ref().map(enum_word),
@@ -200,11 +219,11 @@ impl From<&Node> for View {
                 reported_at: instant(&report.time),
                 instances: report.instances,
                 held_objects: report.held_objects,
+                reported_version: report.settings_revision.map(|revision| revision.to_string()),
             }),
             capacity: Measured::from(status.capacity.as_ref()).into(),
             schedulable: Measured::from(status.schedulable.as_ref()).into(),
             allocated: Measured::from(status.allocated.as_ref()).into(),
-            host_usage,
             overcommit: status.overcommit.as_ref().map(|overcommit| OvercommitView {
                 cpu: overcommit.cpu.to_string(),
                 cpu_source: enum_word(&overcommit.cpu_source),

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::SignedDuration};
 use kibo_crds::{
-    Node, PoolId,
+    ConditionType, Node, PoolId,
     node::{
         Admission, Amounts, HostUsage, NodeClock, NodePhase, NodePool, NodeReport, NodeSession, NodeStatus, Quarantine,
     },
@@ -48,6 +48,8 @@ pub struct Reported {
     pub instances: u32,
     /// The settings in force had been confirmed before.
     pub after_confirmation: bool,
+    /// Of the settings that the node's admission used.
+    pub settings_revision: u64,
     /// Absent: the node has taken no sample yet.
     pub host: Option<HostUsage>,
 }
@@ -168,6 +170,7 @@ fn amounts(status: &mut NodeStatus, observed: &Observed<'_>) {
             time: report.time.clone(),
             instances: report.instances,
             held_objects: usage.held_objects,
+            settings_revision: Some(report.settings_revision),
         });
     }
 }
@@ -202,7 +205,8 @@ pub(super) enum DrainState {
 }
 
 /// Drained: the node confirmed the drain in this session, nothing names it, and a report that it sent
-/// afterwards shows nothing.
+/// afterwards shows nothing. With the session that does not end: whose drain stands gets nothing while it is away, and
+/// its daemon is stopped after a drain.
 fn drain(observed: &Observed<'_>) -> DrainState {
     if !observed.wanted.drain {
         return DrainState::NotRequested;
@@ -214,7 +218,16 @@ fn drain(observed: &Observed<'_>) -> DrainState {
     });
     let usage = observed.usage;
     let empty = usage.executions == 0 && usage.held_objects == 0 && usage.in_flight == 0;
-    if confirmed && empty { DrainState::Drained } else { DrainState::Draining }
+    let known = confirmed || (observed.live.is_none() && was_drained(observed));
+    if known && empty { DrainState::Drained } else { DrainState::Draining }
+}
+
+/// By what is stored. Of a node that is ahead of this control plane nothing that is stored is true.
+fn was_drained(observed: &Observed<'_>) -> bool {
+    let is_ahead = observed.refused.as_ref().is_some_and(|refused| refused.quarantine.is_some());
+    let stored = observed.node.status.as_ref().filter(|status| !is_ahead && status.quarantine.is_none());
+    let drained = ConditionType::Drained.to_string();
+    stored.is_some_and(|status| status.conditions.iter().any(|it| it.type_ == drained && it.status == "True"))
 }
 
 fn phase(status: &NodeStatus, isolated: bool, observed: &Observed<'_>, drain: DrainState) -> NodePhase {
@@ -263,6 +276,7 @@ pub fn is_worth_a_write(old: Option<&NodeStatus>, new: &NodeStatus) -> bool {
         let mut status = status.clone();
         if let (Some(report), Some(old)) = (&mut status.report, &old.report) {
             report.time = old.time.clone();
+            report.settings_revision = old.settings_revision;
         }
         for pool in &mut status.pools {
             (pool.free, pool.used) = (None, None);

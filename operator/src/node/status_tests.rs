@@ -73,6 +73,10 @@ fn live(drain: bool, report: Option<Reported>) -> Live {
     }
 }
 
+fn reported(second: i64) -> Reported {
+    Reported { time: at(second), instances: 0, after_confirmation: true, settings_revision: 7, host: None }
+}
+
 fn observed(node: &Node) -> Observed<'_> {
     let drain = node.spec.drain.as_ref().is_some_and(|drain| drain.requested);
     Observed {
@@ -154,8 +158,7 @@ fn drained_needs_the_confirmation_and_a_later_report_and_nothing_left() {
     let node = node(Some(Admission::Admitted), |node| {
         node.spec.drain = Some(Drain { requested: true, request_id: None });
     });
-    let report =
-        |after_confirmation, instances| Some(Reported { time: at(90), instances, after_confirmation, host: None });
+    let report = |after_confirmation, instances| Some(Reported { instances, after_confirmation, ..reported(90) });
     let used = NodeUsage { held_objects: 1, ..NodeUsage::default() };
     for (live, usage, phase) in [
         (None, NodeUsage::default(), NodePhase::NotReady),
@@ -170,6 +173,35 @@ fn drained_needs_the_confirmation_and_a_later_report_and_nothing_left() {
         assert_eq!(status.phase, Some(phase), "{live:?} {usage:?}");
         assert_eq!(condition_of(&status, ConditionType::Schedulable).0, "False");
     }
+}
+
+#[test]
+fn who_was_drained_stays_so_while_it_is_away() {
+    let mut node = node(Some(Admission::Admitted), |node| {
+        node.spec.drain = Some(Drain { requested: true, request_id: None });
+    });
+    let drained = |status: &NodeStatus| condition_of(status, ConditionType::Drained).0 == "True";
+    assert!(!drained(&compute(&observed(&node))), "it never was");
+    let stored = compute(&Observed { live: Some(live(true, Some(reported(90)))), ..observed(&node) });
+    assert!(drained(&stored));
+    node.status = Some(stored.clone());
+    let away = compute(&observed(&node));
+    assert!(drained(&away));
+    assert_eq!(away.phase, Some(NodePhase::NotReady), "which is not the same as how it stands");
+    // Back, it says so anew; and nothing that is against it is overlooked.
+    assert!(!drained(&compute(&Observed { live: Some(live(true, None)), ..observed(&node) })));
+    let held = NodeUsage { held_objects: 1, ..NodeUsage::default() };
+    assert!(!drained(&compute(&Observed { usage: held, ..observed(&node) })));
+    node.spec.drain = Some(Drain { requested: false, request_id: None });
+    assert!(!drained(&compute(&observed(&node))));
+    node.spec.drain = Some(Drain { requested: true, request_id: None });
+    // Put back to a backup, the control plane does not know what came since.
+    let accident = Quarantine { id: "q".into(), message: "m".into(), instances: 1, since: at(1) };
+    let refused = |quarantine| Refused { reason: "Because", message: "no".into(), duplicate: false, quarantine };
+    let ahead = compute(&Observed { refused: Some(refused(Some(accident))), ..observed(&node) });
+    assert!(!drained(&ahead));
+    node.status = Some(NodeStatus { conditions: stored.conditions, ..ahead });
+    assert!(!drained(&compute(&observed(&node))));
 }
 
 #[test]
@@ -208,9 +240,8 @@ fn a_duplicate_is_shown_and_taken_back() {
 #[test]
 fn computing_twice_changes_nothing_and_readings_wait_for_the_period() {
     let mut node = node(Some(Admission::Admitted), |_| {});
-    let report = |second| Some(Reported { time: at(second), instances: 0, after_confirmation: true, host: None });
     let with = |node: &Node, second, free| {
-        let mut live = live(false, report(second));
+        let mut live = live(false, Some(reported(second)));
         live.pools[0].free = Some(kibo_crds::Bytes(free));
         compute(&Observed { live: Some(live), ..observed(node) })
     };
@@ -220,6 +251,11 @@ fn computing_twice_changes_nothing_and_readings_wait_for_the_period() {
     assert_eq!(with(&node, 100, 5), first);
     assert!(!is_worth_a_write(node.status.as_ref(), &with(&node, 120, 4)));
     assert!(is_worth_a_write(node.status.as_ref(), &with(&node, 160, 5)));
+    // By which settings the node goes is a reading, too: with each session they have another revision.
+    let other = Reported { settings_revision: 8, ..reported(101) };
+    let other = compute(&Observed { live: Some(live(false, Some(other))), ..observed(&node) });
+    assert_eq!(other.report.as_ref().and_then(|report| report.settings_revision), Some(8));
+    assert!(!is_worth_a_write(node.status.as_ref(), &other));
 }
 
 #[test]

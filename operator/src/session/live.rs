@@ -516,6 +516,7 @@ impl Session {
             time: last.time.clone(),
             instances: last.report.instances,
             after_confirmation: last.after_confirmation,
+            settings_revision: last.report.settings_revision,
             host: last.report.host.as_ref().map(|host| node::host_usage(host, &last.time)),
         });
         Live {
