@@ -217,7 +217,7 @@ pub fn from_status(status: &Status, subject: &Subject) -> Error {
             .next(format!("look at it: {}", subject.command("get"))),
         ("Conflict", _) | (_, 409) => conflict(status, subject),
         ("NotFound", _) | (_, 404) => not_found(status, subject),
-        ("BadRequest", _) | (_, 400) => Error::invalid(format!("{subject}: {}", status.message)),
+        ("BadRequest", _) | (_, 400) => bad_request(status, subject),
         ("Timeout" | "ServerTimeout" | "ServiceUnavailable" | "TooManyRequests", _) | (_, 429 | 502..=504) => {
             let said = if status.message.is_empty() { "the API server cannot answer now" } else { &status.message };
             Error::new(Kind::Unavailable, format!("{subject}: {said}"))
@@ -228,6 +228,16 @@ pub fn from_status(status: &Status, subject: &Subject) -> Error {
             .next("give the command again; if that goes on, the API server's log says why"),
         _ => Error::new(Kind::Other, format!("{subject}: {}", status.message)),
     }
+}
+
+fn bad_request(status: &Status, subject: &Subject) -> Error {
+    let error = Error::invalid(format!("{subject}: {}", status.message));
+    if status.message.contains("field label not supported") {
+        return error.next(
+            "the cluster runs an older release, which cannot be asked so: compare `kibo version` with the operator's",
+        );
+    }
+    error
 }
 
 fn conflict(status: &Status, subject: &Subject) -> Error {
@@ -413,6 +423,7 @@ mod tests {
                 "status": "Failure", "reason": reason, "code": code, "message": message,
             }));
             assert_eq!(error.kind, kind, "{reason}: {message}");
+            assert_eq!(error.next.is_some_and(|next| next.contains("older release")), message.contains("field label"));
         }
     }
 

@@ -30,7 +30,7 @@ const CA_KEY: &str = "ca.crt";
 pub struct Issue {
     node: NodeId,
     /// How long the token works
-    #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = duration)]
+    #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = ttl)]
     ttl: Duration,
     /// Namespace of the operator
     #[arg(long, value_name = "NAMESPACE", default_value = "kibotos-system")]
@@ -45,6 +45,11 @@ pub struct Issue {
     write: WriteArgs,
     #[command(flatten)]
     output: OutputArgs,
+}
+
+/// A token that never works helps nobody.
+fn ttl(text: &str) -> Result<Duration, String> {
+    duration(text).and_then(|ttl| if ttl.is_zero() { Err("must be longer than 0s".to_owned()) } else { Ok(ttl) })
 }
 
 pub async fn issue(cluster: &Cluster, args: Issue) -> Result<()> {
@@ -214,6 +219,14 @@ mod tests {
             "incarnation": 2, "state": "Finished", "startedAt": "1970-01-01T00:00:00Z",
         });
         assert_eq!(told(isolated), "");
+    }
+
+    #[test]
+    fn a_token_works_for_some_time() {
+        assert_eq!(ttl("90s"), Ok(Duration::from_secs(90)));
+        for bad in ["0s", "-5m", "", "x"] {
+            assert!(ttl(bad).is_err(), "{bad}");
+        }
     }
 
     #[test]

@@ -7,7 +7,7 @@ use kube::{Api, api::ListParams};
 use super::table::Many;
 use crate::{
     client::{Cluster, Paging, nothing, remark_next_page},
-    errors::{Result, Subject},
+    errors::{Kind, Result, Subject},
     node,
     output::{OutputArgs, present, remark},
 };
@@ -56,7 +56,13 @@ pub async fn list(cluster: &Cluster, args: List) -> Result<()> {
         node::check_exists(cluster, node).await?;
     }
     let subject = Subject::namespaced("Workspace", "", cluster.namespace());
-    let mut listed = args.paging.list(&api, params(&args), &subject).await?;
+    let listed = args.paging.list(&api, params(&args), &subject).await;
+    let mut listed = listed.map_err(|error| match error.kind {
+        Kind::NotPermitted if by_place && everywhere => {
+            error.next("you may not look in all namespaces: say with -n where it is")
+        }
+        _ => error,
+    })?;
     if args.states.len() > 1 {
         listed.items.retain(|workspace| {
             workspace.status.as_ref().and_then(|status| status.phase).is_some_and(|phase| args.states.contains(&phase))

@@ -44,6 +44,14 @@ fn state(status: &WorkspaceStatus, now: Timestamp) -> String {
     text
 }
 
+/// Where it runs. One that runs, of which the control plane does not say where, is served by an older release.
+fn node(status: &WorkspaceStatus) -> String {
+    match (&status.execution, status.phase) {
+        (None, Some(WorkspacePhase::Available)) => "unknown".to_owned(),
+        (execution, _) => or_absent(execution.as_ref().map(|execution| &execution.node)),
+    }
+}
+
 /// What the state itself does not say.
 fn waits(status: &WorkspaceStatus) -> Option<String> {
     let settled = [WorkspacePhase::Available, WorkspacePhase::Stopped, WorkspacePhase::Failed];
@@ -168,7 +176,7 @@ impl Present for One {
         page.fact("ID", or_absent(status.id));
         page.state("State", state(&status, self.now));
         page.fact_if("Waits for", waits(&status));
-        page.fact("Node", or_absent(status.execution.as_ref().map(|execution| &execution.node)));
+        page.fact("Node", node(&status));
         let is_cut_off = self.workspace.spec.network.as_ref().and_then(|network| network.egress) == Some(Egress::Deny);
         page.fact_if("Egress", is_cut_off.then(|| "denied: it reaches nothing beyond its host".to_owned()));
         page.fact_if("Address", status.execution.as_ref().and_then(|execution| execution.address.clone()));

@@ -1,7 +1,10 @@
 //! How a Workspace is shown.
 
 use jiff::Timestamp;
-use kibo_crds::Workspace;
+use kibo_crds::{
+    Workspace,
+    workspace::{WorkspacePhase, WorkspaceStatus},
+};
 use serde_json::json;
 
 use super::{page::One, table::Many, view::View};
@@ -99,6 +102,25 @@ Events:
   2m    Normal   Started   on node-1
 ";
     assert_eq!(one.text(false), expected);
+}
+
+#[test]
+fn the_node_is_that_of_the_execution_absent_without_one_and_unknown_to_an_older_control_plane() {
+    let shown = |change: fn(&mut WorkspaceStatus)| {
+        let mut workspace = available();
+        change(workspace.status.as_mut().unwrap());
+        let one = One { workspace, template: None, volume: None, events: Table::default(), now: now() };
+        let lines = one.text(true);
+        let line = |name: &str| lines.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim().to_owned();
+        (line("Node:"), line("Instance:"))
+    };
+    let is = |node: &str, instance: &str| (node.to_owned(), instance.to_owned());
+    assert_eq!(shown(|_| ()), is("node-1", "inst-01kb8z4w3w0000000000000001"));
+    assert_eq!(shown(|status| status.execution = None), is("unknown", "-"));
+    let stopped = |status: &mut WorkspaceStatus| {
+        (status.execution, status.phase) = (None, Some(WorkspacePhase::Stopped));
+    };
+    assert_eq!(shown(stopped), is("-", "-"));
 }
 
 #[test]
