@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use k8s_openapi::api::authentication::v1::TokenRequest;
 use k8s_openapi::api::core::v1::{Node as ClusterNode, Pod, ServiceAccount};
 use kibo_crds::node::{Admission, NodePhase};
@@ -86,10 +86,15 @@ async fn every_unusable_token_has_its_own_refusal(place: Arc<Place>) -> Result<(
         enroll(&place, with_secret("tokens-1", &secret)),
         enroll(&place, with_secret("tokens-1", &secret))
     );
-    let (first, second) = (twice.0?, twice.1?);
-    ensure!(first.is_ok() != second.is_ok(), "{first:?} {second:?}");
-    let late = first.err().or(second.err()).context("one is refused")?;
+    let (key, late) = match (twice.0?, twice.1?) {
+        (Ok(key), Err(late)) | (Err(late), Ok(key)) => (key, late),
+        both => bail!("one is enrolled, and one refused: {both:?}"),
+    };
     ensure!(late.code() == Code::AlreadyExists, "{late:?}");
+    // Of the key nothing is kept but its hash.
+    let node = place.all::<Node>().get("tokens-1").await?;
+    let stored = node.status.as_ref().and_then(|status| status.key_hash.clone());
+    ensure!(key.expose().len() == 32 && stored == Some(key.hash().to_string()), "{stored:?}");
     refused(&place, with_secret("tokens-1", &secret), Code::AlreadyExists, "was used already").await?;
 
     issue(&place, "tokens-2", &secret, Duration::ZERO).await?;

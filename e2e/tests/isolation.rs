@@ -1,7 +1,7 @@
 //! Hosts that are declared dead, with real daemons and guests: one whose daemon stands still, one that in truth writes
 //! on, and one that was booted anew.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{ExitCode, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,8 +13,8 @@ use kibo_crds::workspace::WorkspacePhase;
 use kibo_e2e::local::process::virtual_machines;
 use kibo_e2e::local::{Component, LocalPool};
 use kibo_e2e::suite::proxy::Proxy;
+use kibo_e2e::suite::typed::said;
 use kibo_e2e::suite::{Place, STOP, Suite, condition, eventually, execution, phase_of, why};
-use kube::api::{Patch, PatchParams};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tokio::process::{Child, Command};
@@ -51,12 +51,14 @@ async fn ready_in(place: &Place, id: &str, incarnation: u64) -> Result<NodeStatu
     becomes(place, id, &format!("is ready in incarnation {incarnation}"), is_ready).await
 }
 
+/// As a person does it, who is told the same as the status says.
 async fn isolate(place: &Place, id: &str, request: &str, force: bool) -> Result<IsolationResult> {
-    let isolation = json!({
-        "incarnation": 1, "confirmHostCannotWrite": true, "forceDespiteEvidence": force, "requestId": request,
-    });
-    let patch = Patch::Merge(json!({ "spec": { "isolation": isolation } }));
-    place.all::<Node>().patch(id, &PatchParams::default(), &patch).await?;
+    let command = ["node", "isolate", id, "--confirm-host-cannot-write", "--command-id", request];
+    if force {
+        said(place, &[&command[..], &["--force-despite-evidence"]].concat(), 0, "is isolated").await?;
+    } else {
+        said(place, &command, 13, "--force-despite-evidence").await?;
+    }
     let of = |status: &NodeStatus| {
         let found = status.isolation.clone().filter(|it| it.state != IsolationState::InProgress);
         found.filter(|it| it.request_id.as_ref().is_some_and(|id| id.as_str() == request))
@@ -124,10 +126,12 @@ async fn exits(mut daemon: Child) -> Result<()> {
 }
 
 async fn stopped_daemon(place: Arc<Place>) -> Result<()> {
-    let node = place.node("1", "512Mi").await?;
+    let node = place.node("2", "1Gi").await?;
     let component = Component::Node(node.clone());
-    place.create_workspace("w", json!({})).await?;
-    let workspace = place.available("w").await?;
+    for name in ["w", "goes"] {
+        place.create_workspace(name, json!({})).await?;
+    }
+    let (workspace, goes) = (place.available("w").await?, place.available("goes").await?);
     let (vm, (_, instance)) = (place.vm(&workspace)?, execution(&workspace)?);
     place.sh("w", "echo kept > /root/note; sync").await?;
 
@@ -139,13 +143,18 @@ async fn stopped_daemon(place: Arc<Place>) -> Result<()> {
     silent(&place, &node).await?;
     let said = place.kibo(&["node", "isolate", &node, "--confirm-host-cannot-write"]).await?.ok()?;
     let result = place.all::<Node>().get(&node).await?.status.and_then(|it| it.isolation).context("no result")?;
-    ensure!(counts(&result) == [Some(0), Some(1), Some(1)], "{result:?}: {said}");
+    ensure!(counts(&result) == [Some(0), Some(2), Some(2)], "{result:?}: {said}");
     ensure!(result.evidence.is_none(), "nobody shares its pool: {result:?}");
     let failed = place.phase("w", WorkspacePhase::Failed, SOON).await?;
     ensure!(why(&failed).starts_with("Unavailable"), "{}", why(&failed));
     let words = placed(&place, "w", "PoolOutOfReach").await?;
     ensure!(words.contains(&format!("local-{node}")) && words.contains(&format!("its member is {node}")), "{words}");
     ensure!(vm.is_alive(), "nobody was there to end it");
+    // Nobody reaches its disk, so its deletion waits for the host.
+    place.kibo(&["workspace", "delete", "goes", "--no-wait"]).await?.ok()?;
+    let waits =
+        |it: &Workspace| it.status.iter().flat_map(|status| &status.conditions).any(|it| it.reason == "NoPoolMember");
+    place.workspace("goes", "waits for its pool", SOON, waits).await?;
 
     signal(&daemon, Signal::CONT)?;
     exits(daemon).await?;
@@ -156,9 +165,16 @@ async fn stopped_daemon(place: Arc<Place>) -> Result<()> {
     let back = ready_in(&place, &node, 2).await?;
     ensure!(isolated(&back) == ("False".to_owned(), "Returned".to_owned()), "{:?}", isolated(&back));
     placed(&place, "w", "CanStart").await?;
+    place.gone(place.api::<Workspace>(), "goes", SOON).await?;
+    ensure!(!object(&place.cluster().layout().node(&node).join("pool"), &goes)?.exists(), "its disk is there still");
     let again = start(&place, "w", "again", &node).await?;
     ensure!(execution(&again)?.1 != instance && place.sh("w", "cat /root/note").await? == "kept");
     Ok(())
+}
+
+/// The directory of a Workspace's layer in a pool.
+fn object(pool: &Path, workspace: &Workspace) -> Result<PathBuf> {
+    Ok(pool.join("objects").join(workspace.metadata.uid.as_deref().context("it has a uid")?))
 }
 
 /// The first node is cut off from the operator alone: its daemon counts on in the pool that both share.
@@ -166,14 +182,17 @@ async fn still_writes(place: Arc<Place>) -> Result<()> {
     let proxy = Proxy::to(place.cluster().ports().session).await?;
     let (endpoint, path) = (proxy.endpoint(), place.cluster().layout().root().join("both"));
     let both = |default| LocalPool { id: "both".to_owned(), path: path.clone(), default };
-    let first = place.node_with("1", "512Mi", |node| {
+    let first = place.node_with("2", "1Gi", |node| {
         node.endpoint = Some(endpoint);
         node.pools = vec![both(true)];
     });
     let first = first.await?;
     let second = place.node_with("1", "512Mi", |node| node.pools.push(both(false))).await?;
-    place.create_workspace("w", json!({ "power": { "state": "Running", "node": first } })).await?;
-    let workspace = place.available("w").await?;
+    for name in ["w", "goes"] {
+        place.create_workspace(name, json!({ "power": { "state": "Running", "node": first } })).await?;
+    }
+    let (workspace, goes) = (place.available("w").await?, place.available("goes").await?);
+    let goes = object(&path, &goes)?;
     let (vm, (_, instance)) = (place.vm(&workspace)?, execution(&workspace)?);
     place.sh("w", "echo kept > /root/note; sync").await?;
 
@@ -195,9 +214,13 @@ async fn still_writes(place: Arc<Place>) -> Result<()> {
     proxy.cut();
     silent(&place, &first).await?;
     let forced = isolate(&place, &first, "forced", true).await?;
-    ensure!(forced.state == IsolationState::Finished && counts(&forced) == [Some(0), Some(1), Some(1)], "{forced:?}");
+    ensure!(forced.state == IsolationState::Finished && counts(&forced) == [Some(0), Some(2), Some(2)], "{forced:?}");
     let words = placed(&place, "w", "CanStart").await?;
     ensure!(words.contains(&format!("node {second},")) && words.contains("storage pool both"), "{words}");
+    // The other member deletes, too, what is in the pool that both share: nobody waits for the first.
+    ensure!(goes.exists(), "no disk at {}", goes.display());
+    place.kibo(&["workspace", "delete", "goes"]).await?.ok()?;
+    ensure!(!goes.exists(), "its disk is there still");
 
     proxy.mend();
     nothing_runs(&first).await?;

@@ -111,6 +111,10 @@ async fn rights(place: Arc<Place>) -> Result<()> {
     .await?;
     let create = ["workspace", "create", "w", "-t", &template, "--as", "nobody"];
     said(&place, &create, 11, "cannot create").await?;
+    // What runs on a node is looked for everywhere, unless somebody says where to look.
+    let by_node = ["workspace", "list", "--node", "any", "--as", "nobody"];
+    said(&place, &by_node, 11, "say with -n where it is").await?;
+    said(&place, &[&by_node[..], &["-n", place.namespace()]].concat(), 0, "no Workspaces").await?;
     Ok(())
 }
 

@@ -21,6 +21,7 @@ fn main() -> ExitCode {
     Suite::with_operator()
         .test("a_command_given_again_is_done_once", replays)
         .test("an_old_version_is_refused_with_what_has_changed", stale)
+        .test("every_command_goes_by_the_version_and_the_id_that_it_is_given", every_command)
         .test("a_retirement_asks_first_and_is_final", retirement)
         .test("an_isolation_needs_a_silent_node_and_is_done_once", isolation)
         .test("a_patch_is_refused_with_what_to_do", patches)
@@ -130,7 +131,7 @@ async fn replays(place: Arc<Place>) -> Result<()> {
 
 async fn stale(place: Arc<Place>) -> Result<()> {
     let id = "stale";
-    let (_host, session) = plays(&place, id).await?;
+    let (host, session) = plays(&place, id).await?;
     let version = async || {
         let shown = result(&place, &["node", "get", id]).await?;
         Ok::<_, anyhow::Error>(shown["registration_version"].as_str().context("a version")?.to_owned())
@@ -150,6 +151,48 @@ async fn stale(place: Arc<Place>) -> Result<()> {
     said(&place, &["node", "drain", id, "--expected-version", "x"], 14, "not known any more").await?;
     let done = at_its_version(&place, id, &["node", "drain", id]).await?;
     ensure!(done["operation"] == "drain", "{done}");
+    // What is asked of a node while it is away is the first that it hears when it is back.
+    said(&place, &["node", "slots", "set", id, "3"], 0, "slots set to 3").await?;
+    let settings = host.session(Some(1)).await?.settings();
+    ensure!(settings.drain && settings.slots == Some(3), "{settings:?}");
+    Ok(())
+}
+
+async fn every_command(place: Arc<Place>) -> Result<()> {
+    let id = "every";
+    let (_host, _session) = plays(&place, id).await?;
+    let ratios = ["node", "overcommit", "set", id, "--cpu", "2", "--memory", "1.5"];
+    let commands: [&[&'static str]; 10] = [
+        &["node", "drain", id],
+        &["node", "cancel-drain", id],
+        &["node", "isolate", id, "--confirm-host-cannot-write"],
+        &["node", "retire", id, "--yes"],
+        &["node", "slots", "set", id, "3"],
+        &["node", "label", id, "zone=a"],
+        &["node", "adopt", id],
+        &ratios,
+        &["enrollment", "issue", id],
+        &["enrollment", "revoke", id],
+    ];
+    let before = node(&place, id).await?;
+    for command in commands {
+        let args = [command, &["--expected-version", "1", "--command-id", "new"]].concat();
+        said(&place, &args, 14, "registration_version is").await?;
+    }
+    let after = node(&place, id).await?;
+    ensure!(after.metadata.generation == before.metadata.generation, "something was done: {:?}", after.spec);
+
+    // Ratios and an adoption need what the others do without: a version, and a quarantine.
+    let done = at_its_version(&place, id, &[&ratios[..], &["--command-id", "taken"]].concat()).await?;
+    let with_id = |args: &[&'static str]| [args, &["--command-id", "taken", "--expected-version", "1"]].concat();
+    ensure!(result(&place, &with_id(&ratios)).await? == done, "given again it is what it was");
+    let other = ["node", "overcommit", "set", id, "--cpu", "3", "--memory", "1.5"];
+    said(&place, &with_id(&other), 14, "with another input").await?;
+    for command in commands.into_iter().filter(|command| *command != ratios) {
+        said(&place, &with_id(command), 14, "for another command before (set-overcommit)").await?;
+    }
+    let end = node(&place, id).await?;
+    ensure!(end.spec.enrollment == before.spec.enrollment && end.spec.retirement.is_none(), "{:?}", end.spec);
     Ok(())
 }
 
@@ -196,7 +239,13 @@ async fn retirement(place: Arc<Place>) -> Result<()> {
     ensure!(refused.reason() == SessionRefusal::Retired, "{refused:?}");
     let deleted = place.kubectl(&["delete", "nodes.kibotos.dev", id]).await?;
     ensure!(deleted.code != 0 && deleted.stderr.contains("kept for ever"), "{deleted:?}");
-    Ok(())
+
+    // The host may be switched off once it is drained, and is retired as before.
+    let (_host, mut session) = plays(&place, "emptied").await?;
+    drain(&place, "emptied", &mut session).await?;
+    drop(session);
+    becomes(&place, "emptied", "its session is over", |node| !has_session(node)).await?;
+    said(&place, &["node", "retire", "emptied", "--yes"], 0, "RETIRED").await.map(drop)
 }
 
 async fn isolation(place: Arc<Place>) -> Result<()> {
@@ -228,8 +277,15 @@ async fn isolation(place: Arc<Place>) -> Result<()> {
     said(&place, &["node", "retire", id, "--yes"], 0, "RETIRED").await?;
 
     said(&place, &["enrollment", "issue", "never-lived"], 0, "kibo-enroll").await?;
-    said(&place, &["node", "isolate", "never-lived", "--confirm-host-cannot-write"], 13, "never had a session").await?;
-    Ok(())
+    let isolate = ["node", "isolate", "never-lived", "--confirm-host-cannot-write"];
+    let refused = said(&place, &isolate, 13, "never had a session").await?;
+    ensure!(refused.contains("kibo enrollment revoke never-lived"), "{refused}");
+    // Each says what leads on.
+    let retire = ["node", "retire", "never-lived", "--yes"];
+    said(&place, &retire, 13, "kibo enrollment revoke never-lived").await?;
+    said(&place, &["enrollment", "revoke", "never-lived"], 0, "no token works any more").await?;
+    said(&place, &isolate, 13, "kibo node retire never-lived").await?;
+    said(&place, &retire, 0, "RETIRED").await.map(drop)
 }
 
 async fn patches(place: Arc<Place>) -> Result<()> {

@@ -49,7 +49,8 @@ async fn stopped(place: &Place, name: &str) -> Result<()> {
 async fn private_pool(place: Arc<Place>) -> Result<()> {
     let id = place.node("2", "1Gi").await?;
     place.create_workspace("w", json!({})).await?;
-    place.available("w").await?;
+    let runs = place.available("w").await?;
+    listed_by_place(&place, &id, &runs).await?;
     let wait = ["node", "drain", &id, "--wait", "--command-id", "d/1", "--timeout", "3s"];
     said(&place, &wait, 16, "the drain stays requested, and kibo does not submit it again").await?;
     let node =
@@ -81,6 +82,36 @@ async fn private_pool(place: Arc<Place>) -> Result<()> {
     said(&place, &["node", "drain", &id, "--wait", "--timeout", "2s"], 16, says).await?;
     place.kibo(&["workspace", "delete", "w", "x"]).await?.ok()?;
     said(&place, &["node", "drain", &id, "--wait"], 0, "is DRAINED").await.map(drop)
+}
+
+/// What executes is found by its node and by its Instance, and nothing else is.
+async fn listed_by_place(place: &Place, node: &str, runs: &Workspace) -> Result<()> {
+    let (id, instance) = (runs.status.as_ref().and_then(|status| status.id).context("an id")?, execution(runs)?.1);
+    place.create_workspace("nowhere", json!({ "nodeSelector": { "of": "nobody" } })).await?;
+    let all = place.kibo(&["workspace", "list", "--node", node, "--all", "-q"]).await?.ok()?;
+    ensure!(all == format!("{id}\n"), "{all}");
+    let wide = said(place, &["workspace", "list", "--instance", &instance, "--wide"], 0, &instance).await?;
+    let row: Vec<_> = wide.lines().nth(1).context("a row")?.split_whitespace().collect();
+    ensure!(
+        row.ends_with(&[id.to_string().as_str(), instance.as_str(), node, "-"]) && wide.lines().count() == 2,
+        "{wide}"
+    );
+    said(place, &["workspace", "list", "--node", "no-such-node"], 12, "kibo node list").await?;
+    let both = ["workspace", "list", "--node", node, "--instance", &instance];
+    said(place, &both, 2, "cannot be used with").await?;
+    said(place, &["workspace", "list", "--node", node, "--state", "failed"], 2, "cannot be used with").await?;
+
+    // The next start is another Instance, and what is stopped is nowhere.
+    place.power("w", json!({ "state": "Stopped", "stopMode": "Force", "requestId": "off" })).await?;
+    place.phase("w", WorkspacePhase::Stopped, STOP).await?;
+    for by in [["--node", node], ["--instance", &instance]] {
+        said(place, &[&["workspace", "list"][..], &by].concat(), 0, "no Workspaces").await?;
+    }
+    place.power("w", json!({ "state": "Running", "requestId": "on" })).await?;
+    let again = execution(&place.available("w").await?)?.1;
+    said(place, &["workspace", "list", "--instance", &instance], 0, "no Workspaces").await?;
+    said(place, &["workspace", "list", "--instance", &again, "-q"], 0, &id.to_string()).await?;
+    place.kibo(&["workspace", "delete", "nowhere"]).await?.ok().map(drop)
 }
 
 /// A node whose default pool is this test's shared one.
@@ -172,6 +203,11 @@ async fn cleanup(place: Arc<Place>) -> Result<()> {
     ensure!(counts == [Some(1); 3], "{done}");
     let failed = place.phase("w", WorkspacePhase::Failed, SOON).await?;
     ensure!(failed.status.and_then(|status| status.reason).as_deref() == Some("Unavailable"));
+    becomes(&place, &id, "nothing is allocated there", |node| {
+        let allocated = node.status.as_ref().and_then(|status| status.allocated.clone()).unwrap_or_default();
+        (allocated.cpu.as_deref(), allocated.memory.as_deref()) == (Some("0"), Some("0"))
+    })
+    .await?;
     ensure!(held(&place, "w").await? == all("RELEASED", "CONTROL_PLANE"), "{:?}", held(&place, "w").await?);
 
     // The host is back: its daemon hears that it was isolated, and ends; started again it has a new life. The result

@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use kibo_crds::workspace::WorkspacePhase;
@@ -43,8 +43,10 @@ async fn a_refused_start_goes_elsewhere_at_once(place: Arc<Place>) -> Result<()>
         offered = offer(&mut one) => { refuse(&one, &offered?, "no such image").await?; "one" }
         offered = offer(&mut two) => { refuse(&two, &offered?, "no such image").await?; "two" }
     };
+    let refused = Instant::now();
     let other = if first == "one" { &mut two } else { &mut one };
     let second = offer(other).await?;
+    eprintln!("the next node is asked {:?} after the refusal of the first", refused.elapsed());
     refuse(other, &second, "no such image").await?;
     let box_ = place.phase("box", WorkspacePhase::Failed, SOON).await?;
     let message = why(&box_);

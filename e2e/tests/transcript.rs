@@ -4,13 +4,37 @@
 use std::fmt::Write as _;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
+use kibo_e2e::local::Component;
 use kibo_e2e::suite::transcript::{Entry, Normalizer, ended, parse, render, script};
-use kibo_e2e::suite::{Place, Suite};
+use kibo_e2e::suite::{Place, Suite, eventually};
 
 fn main() -> ExitCode {
     Suite::with_everything().test("the_session_in_the_documentation_is_what_happens", session).run()
+}
+
+/// What is not shown: what somebody does at a host, `power off NODE` and `power on NODE`, and what else is typed.
+async fn prepare(place: &Place, command: &str) -> Result<()> {
+    let Some((switch, node)) = command.strip_prefix("power ").and_then(|rest| rest.split_once(' ')) else {
+        return place.bash(command).await?.ok().map(drop);
+    };
+    let daemon = Component::Node(node.to_owned());
+    match switch {
+        "off" => {
+            place.cluster().kill(&daemon).await?;
+            Ok(place.cluster().end_virtual_machines(node).await?)
+        }
+        "on" => {
+            // It hears that it was isolated and ends; its supervisor starts it again.
+            place.cluster().spawn(&daemon).await?;
+            let ended = async || Ok(place.cluster().process(&daemon).is_none().then_some(()));
+            eventually("the isolated daemon has ended", Duration::from_secs(60), ended).await?;
+            Ok(place.cluster().start(&daemon).await?)
+        }
+        _ => bail!("a host is switched off or on"),
+    }
 }
 
 async fn session(place: Arc<Place>) -> Result<()> {
@@ -29,7 +53,7 @@ async fn session(place: Arc<Place>) -> Result<()> {
         again.push(match entry {
             Entry::Text(text) => Entry::Text(text),
             Entry::Silent(command) => {
-                place.bash(&command).await?.ok().with_context(|| format!("% {command}"))?;
+                prepare(&place, &command).await.with_context(|| format!("% {command}"))?;
                 Entry::Silent(command)
             }
             Entry::Shown { command, output: recorded } => {

@@ -90,12 +90,14 @@ fn pattern(text: &str) -> Regex {
 static ID: LazyLock<Regex> = LazyLock::new(|| pattern(r"\b(ws|inst|kibo)-([0-9a-hjkmnp-tv-z]{26})\b"));
 static TIME: LazyLock<Regex> = LazyLock::new(|| pattern(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"));
 static AGO: LazyLock<Regex> = LazyLock::new(|| pattern(r"\b(\d+[smhdy])+ ago\b"));
-static LASTING: LazyLock<Regex> = LazyLock::new(|| pattern(r"\b([A-Z]+|alive) for (\d+[smhdy])+"));
+static LASTING: LazyLock<Regex> = LazyLock::new(|| pattern(r"\b([A-Z]+|yes,) for (\d+[smhdy])+"));
 static TOKEN: LazyLock<Regex> = LazyLock::new(|| pattern(r"\bkibo-enroll-v1\.[\w.-]+"));
 static PORT: LazyLock<Regex> = LazyLock::new(|| pattern(r"\b127\.0\.0\.1:\d+"));
 static ADDRESS: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Address: +)[\d.]+$"));
 static CAPACITY: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Capacity: +)[\d.]+[KMGTP]i$"));
-static CLOCK: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Clock: +)[-+].*$"));
+static CLOCK: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^( +Clock +)[-+]\d.*$"));
+static UNCERTAINTY: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^( +Clock uncertainty +)\d+ ms$"));
+static KERNEL: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^( +Kernel clock +)(not )?synchronized$"));
 static VERSION: LazyLock<Regex> = LazyLock::new(|| pattern(r"\bregistration_version is \d+"));
 static POLICY_VERSION: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^(Version: +)\d+$"));
 static IDLE: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?m)^( +CPU idle +)\S.*$"));
@@ -128,7 +130,9 @@ impl Normalizer {
         let text = IDLE.replace_all(&text, "${1}97.31 %");
         let text = FREE.replace_all(&text, "${1}60.0Gi");
         let text = USED.replace_all(&text, "${1}40.0Gi");
-        let text = CLOCK.replace_all(&text, "${1}+0.0s, give or take 1ms, kernel: synchronized");
+        let text = CLOCK.replace_all(&text, "${1}+0.0s");
+        let text = UNCERTAINTY.replace_all(&text, "${1}1 ms");
+        let text = KERNEL.replace_all(&text, "${1}synchronized");
         let text = VERSION.replace_all(&text, "registration_version is 77");
         let text = POLICY_VERSION.replace_all(&text, "${1}77");
         tables(&text)
@@ -254,6 +258,18 @@ Events:
 ";
         assert_eq!(normalizer.normalized(output), expected);
         assert_eq!(Normalizer::default().normalized(expected), expected, "what is normal stays");
+    }
+
+    #[test]
+    fn a_clock_that_is_not_known_stays_unknown() {
+        let page = |clock: &str, uncertainty: &str, kernel: &str| {
+            let items = [("Clock", clock), ("Clock uncertainty", uncertainty), ("Kernel clock", kernel)];
+            items.map(|(item, value)| format!("  {item:<17}   {value}\n")).concat()
+        };
+        let known = page("-1.2s", "14 ms", "not synchronized");
+        assert_eq!(Normalizer::default().normalized(&known), page("+0.0s", "1 ms", "synchronized"));
+        let unknown = page("-", "-", "-");
+        assert_eq!(Normalizer::default().normalized(&unknown), unknown);
     }
 
     #[test]
