@@ -12,3 +12,8 @@ pub const WORKSPACE_FINALIZER: &str = "kibotos.dev/workspace";
 pub const VOLUME_FINALIZER: &str = "kibotos.dev/volume";
 /// ConfigMap in the operator's namespace that holds the random id of this cluster.
 pub const CLUSTER_ID_CONFIG_MAP: &str = "kibotos-cluster-id";
+
+/// Whether a label belongs to the system, and not to the owner of an object.
+pub fn is_reserved_label(key: &str) -> bool {
+    key.split_once('/').is_some_and(|(prefix, _)| prefix.ends_with(GROUP))
+}

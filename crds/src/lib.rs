@@ -42,7 +42,9 @@ pub use condition::{ConditionType, condition, set_condition};
 pub use counters::{Epoch, Incarnation, SequenceNumber, Term};
 pub use hex::{hex, short_digest};
 pub use ids::{IdError, InstanceId, WorkspaceId};
-pub use labels::{CLUSTER_ID_CONFIG_MAP, FIELD_MANAGER, GROUP, VERSION, VOLUME_FINALIZER, WORKSPACE_FINALIZER};
+pub use labels::{
+    CLUSTER_ID_CONFIG_MAP, FIELD_MANAGER, GROUP, VERSION, VOLUME_FINALIZER, WORKSPACE_FINALIZER, is_reserved_label,
+};
 pub use moving::{MoveRequest, MoveState, MoveStatus};
 pub use names::{CommandId, NameError, NodeId, ObjectUid, PoolId};
 pub use node::Node;

@@ -38,7 +38,7 @@ pub struct TransferStatus {
     pub started_at: Time,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub finished_at: Option<Time>,
-    /// Why it waits or failed: CamelCase.
+    /// Why nothing came of it: CamelCase.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 128))]
     pub reason: Option<String>,
@@ -58,13 +58,20 @@ pub enum TransferKind {
 pub enum TransferState {
     /// The disks are granted to the node for it, and nobody else may use them.
     Running,
-    /// The node is being asked to let go of them.
+    /// All that it was for is done; the node is being asked to let go of them.
+    Completing,
+    /// Nothing comes of it any more; the same.
     Ending,
     Finished,
     Failed,
 }
 
 impl TransferState {
+    /// The node is being asked to let go of the disks.
+    pub fn is_letting_go(self) -> bool {
+        matches!(self, Self::Completing | Self::Ending)
+    }
+
     /// Nothing is left to be done.
     pub fn is_over(self) -> bool {
         matches!(self, Self::Finished | Self::Failed)

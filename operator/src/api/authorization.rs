@@ -130,6 +130,8 @@ mod tests {
             (Subresource::Log, "get"),
             (Subresource::Export, "create"),
             (Subresource::Import, "create"),
+            (Subresource::CancelExport, "delete"),
+            (Subresource::CancelImport, "delete"),
         ] {
             let spec = review(&jane(), &target(subresource).right()).spec;
             let attributes = spec.resource_attributes.unwrap();

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use axum::extract::ws::{CloseFrame, Message, WebSocket, close_code};
 use futures::{
-    SinkExt as _, StreamExt as _,
+    FutureExt as _, SinkExt as _, StreamExt as _,
+    future::BoxFuture,
     stream::{SplitSink, SplitStream},
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Status, StatusCause};
@@ -60,6 +61,11 @@ pub struct Place {
 pub trait Conclude: Send {
     /// What its client is told, from what is known so far.
     fn conclude(self, status: Status) -> impl Future<Output = Status> + Send;
+
+    /// Ends it before its node does, with these words for its client.
+    fn called_off(&self) -> BoxFuture<'static, String> {
+        std::future::pending().boxed()
+    }
 }
 
 impl Conclude for Place {
@@ -81,10 +87,12 @@ pub async fn serve(
     let (sink, mut source) = socket.split();
     let NodeStream { output, input } = stream;
     let mut client = ToClient { sink, protocol, carries };
+    let called_off = place.called_off();
     let pass_on = async {
         let mut output = output;
         tokio::select! {
             end = client.pass_on(&mut output) => end,
+            message = called_off => Some(remote_command::status_of_failure(&message)),
             () = stop.cancelled() => {
                 let message = format!("the operator's leader changes: {}", carries.when_leader_changes);
                 Some(remote_command::status_of_failure(&message))
@@ -268,9 +276,100 @@ async fn take_input(source: &mut SplitStream<WebSocket>, protocol: Protocol, car
 
 #[cfg(test)]
 mod tests {
+    use std::{
+        convert::Infallible,
+        net::SocketAddr,
+        sync::{Arc, Mutex},
+    };
+
+    use axum::{Router, extract::WebSocketUpgrade, routing::any};
+    use futures::stream;
+    use kibo_crds::Incarnation;
+    use kibo_protocol::v1::{self, stream_from_node::Frame};
     use kube::Client;
+    use tokio::{
+        io::{AsyncReadExt as _, AsyncWriteExt as _},
+        net::{TcpListener, TcpStream},
+        sync::mpsc,
+    };
 
     use super::*;
+    use crate::{
+        session::Registry,
+        streams::{Close, Dialled},
+    };
+
+    struct Nobody;
+
+    impl Conclude for Nobody {
+        async fn conclude(self, status: Status) -> Status {
+            status
+        }
+    }
+
+    /// A node that sends as much as is taken.
+    fn endless() -> NodeStream {
+        let frame = || Ok(v1::StreamFromNode { frame: Some(Frame::Stdout(vec![7; 64 << 10].into())) });
+        let dialled = Dialled { from_node: stream::repeat_with(frame).boxed(), to_node: mpsc::channel(1).0 };
+        let node = "node-1".parse().unwrap();
+        let (sessions, id) = (Registry::default(), "stream".to_owned());
+        NodeStream::new(dialled, Close { sessions, node, incarnation: Incarnation(1), id })
+    }
+
+    /// Serves it at this address; says when it is over with a client.
+    async fn served(patience: Duration) -> (SocketAddr, mpsc::UnboundedReceiver<Infallible>) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (serving, is_served) = mpsc::unbounded_channel();
+        let serving = Arc::new(Mutex::new(Some(serving)));
+        let one = move |upgrade: WebSocketUpgrade| {
+            let serving = serving.lock().unwrap().take();
+            let carries = Carries { stdout: true, patience: Some(patience), ..Carries::default() };
+            async move {
+                upgrade.on_upgrade(move |socket| async move {
+                    serve(socket, Protocol::V5, carries, endless(), Nobody, CancellationToken::new()).await;
+                    drop(serving);
+                })
+            }
+        };
+        tokio::spawn(async move { axum::serve(listener, Router::new().route("/", any(one))).await });
+        (address, is_served)
+    }
+
+    async fn client(address: SocketAddr) -> TcpStream {
+        let mut client = TcpStream::connect(address).await.unwrap();
+        let request = "GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
+                       Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n";
+        client.write_all(request.as_bytes()).await.unwrap();
+        client
+    }
+
+    #[tokio::test]
+    async fn a_client_that_takes_nothing_is_taken_for_gone() {
+        let (address, mut is_served) = served(Duration::from_secs(1)).await;
+        let client = client(address).await;
+        let over = timeout(Duration::from_secs(60), is_served.recv()).await.expect("it is given up");
+        assert!(over.is_none());
+        drop(client);
+    }
+
+    #[tokio::test]
+    async fn a_client_that_takes_little_is_served_as_long_as_it_likes_and_its_end_is_seen_at_once() {
+        let patience = Duration::from_secs(3);
+        let (address, mut is_served) = served(patience).await;
+        let mut client = client(address).await;
+        let begun = Instant::now();
+        let mut pace = tokio::time::interval(Duration::from_millis(50));
+        let mut piece = vec![0; 256 << 10];
+        while begun.elapsed() < 2 * patience {
+            pace.tick().await;
+            assert_ne!(client.read(&mut piece).await.unwrap(), 0, "given up after {:?}", begun.elapsed());
+        }
+        assert!(is_served.try_recv().is_err_and(|error| error == mpsc::error::TryRecvError::Empty), "it goes on");
+        drop(client);
+        let over = timeout(Duration::from_secs(60), is_served.recv()).await.expect("it is over");
+        assert!(over.is_none());
+    }
 
     #[tokio::test]
     async fn a_stream_says_what_became_of_its_workspace() {

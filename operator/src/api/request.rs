@@ -16,15 +16,17 @@ pub enum Subresource {
     Log,
     Export,
     Import,
+    CancelExport,
+    CancelImport,
 }
 
 impl Subresource {
     /// What clients may use, for discovery. A WebSocket begins with GET.
     pub const DISCOVERY: [(&str, &[&str]); 6] = [
         ("workspaces/exec", &["create", "get"]),
-        ("workspaces/export", &["create", "get"]),
+        ("workspaces/export", &["create", "delete", "get"]),
         ("workspaces/files", &["get", "update"]),
-        ("workspaces/import", &["create", "get"]),
+        ("workspaces/import", &["create", "delete", "get"]),
         ("workspaces/log", &["get"]),
         ("workspaces/portforward", &["create", "get"]),
     ];
@@ -35,8 +37,8 @@ impl Subresource {
             Self::PortForward => "portforward",
             Self::FilesRead | Self::FilesWrite => "files",
             Self::Log => "log",
-            Self::Export => "export",
-            Self::Import => "import",
+            Self::Export | Self::CancelExport => "export",
+            Self::Import | Self::CancelImport => "import",
         }
     }
 
@@ -46,6 +48,7 @@ impl Subresource {
     pub fn verb(self) -> &'static str {
         match self {
             Self::Exec | Self::PortForward | Self::Export | Self::Import => "create",
+            Self::CancelExport | Self::CancelImport => "delete",
             Self::FilesWrite => "update",
             Self::FilesRead | Self::Log => "get",
         }

@@ -6,11 +6,12 @@
 use std::time::Duration;
 
 use axum::{
-    Extension,
+    Extension, Json,
     extract::{Path, State, WebSocketUpgrade, ws::rejection::WebSocketUpgradeRejection},
     http::HeaderMap,
     response::Response,
 };
+use futures::future::BoxFuture;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Status;
 use kibo_crds::TransferKind;
 
@@ -43,6 +44,46 @@ pub async fn import(
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, ApiError> {
     serve(server, user, path, &headers, upgrade, TransferKind::Import).await
+}
+
+/// Ends an export whose client does not end it.
+pub async fn cancel_export(
+    server: State<Server>,
+    user: Extension<User>,
+    path: Path<(String, String)>,
+) -> Result<Json<Status>, ApiError> {
+    cancel(server, user, path, TransferKind::Export).await
+}
+
+/// The same for an import. What is left of it is deleted by whoever may.
+pub async fn cancel_import(
+    server: State<Server>,
+    user: Extension<User>,
+    path: Path<(String, String)>,
+) -> Result<Json<Status>, ApiError> {
+    cancel(server, user, path, TransferKind::Import).await
+}
+
+async fn cancel(
+    State(server): State<Server>,
+    Extension(user): Extension<User>,
+    Path((namespace, name)): Path<(String, String)>,
+    kind: TransferKind,
+) -> Result<Json<Status>, ApiError> {
+    let subresource = if kind == TransferKind::Export { Subresource::CancelExport } else { Subresource::CancelImport };
+    let target = Target { namespace, name, subresource };
+    let workspace = server.authorized(&user, &target).await?;
+    tracing::info!(
+        user = user.name,
+        namespace = target.namespace,
+        workspace = target.name,
+        verb = target.subresource.verb(),
+        "{}",
+        target.subresource
+    );
+    let cancelled = server.transfers.cancel_transfer(&workspace, kind, &user.name).await;
+    cancelled.map_err(|refusal| ApiError::of_refusal(&target.name, refusal))?;
+    Ok(Json(Status { status: Some("Success".to_owned()), ..Status::default() }))
 }
 
 /// A client that is stopped, or whose file hangs, does not keep the disks for ever. Large parts on a slow way to a store take
@@ -99,7 +140,12 @@ impl Conclude for Transfer {
         let message = status.message.clone().unwrap_or_default();
         match Self::conclude(self, if is_success { Ok(()) } else { Err(message) }).await {
             Err(problem) if is_success => remote_command::status_of_failure(&problem),
-            _ => status,
+            Err(problem) => Status { message: Some(problem), ..status },
+            Ok(()) => status,
         }
+    }
+
+    fn called_off(&self) -> BoxFuture<'static, String> {
+        self.over()
     }
 }

@@ -15,7 +15,7 @@ use kube::ResourceExt as _;
 
 use crate::workspace::draft::own_labels;
 
-pub use wishes::{Order, Refusal, Sizes, Transfer, Wish, Wishes};
+pub use wishes::{Order, Refusal, Sizes, Transfer, Wish, Wishes, cancel};
 
 /// Whether something of it is left to be done.
 pub fn is_open(transfer: Option<&TransferStatus>) -> bool {
@@ -45,7 +45,31 @@ pub fn stream(
 
 /// Everything of it that means something elsewhere; the node fills the sizes in.
 fn describe(workspace: &Workspace, template: Option<&Template>) -> Description {
-    let spec = WorkspaceSpec { power: None, r#move: None, import: None, ..workspace.spec.clone() };
+    // Each field is named, so that a new one is decided about.
+    let WorkspaceSpec {
+        template: template_name,
+        resources,
+        writable_layer,
+        volume,
+        node_selector,
+        network,
+        annotations,
+        power: _,
+        r#move: _,
+        import: _,
+    } = workspace.spec.clone();
+    let spec = WorkspaceSpec {
+        template: template_name,
+        resources,
+        writable_layer,
+        volume,
+        power: None,
+        node_selector,
+        network,
+        r#move: None,
+        import: None,
+        annotations,
+    };
     let id = workspace.status.as_ref().and_then(|status| status.id);
     Description {
         exported_at: Timestamp::now().to_string(),
@@ -80,6 +104,7 @@ mod tests {
             "spec": {
                 "template": "t", "resources": { "cpu": "2" }, "annotations": { "n": "x" },
                 "power": { "state": "Stopped", "requestId": "r" }, "move": { "to": "p" },
+                "nodeSelector": { "disk": "fast" }, "network": { "egress": "Deny" },
                 "import": { "archive": "ab".repeat(32) },
             },
         }))
@@ -93,7 +118,10 @@ mod tests {
         assert!(describe(&workspace, None).root_image.is_none(), "its Template is gone");
         assert_eq!(
             described["spec"],
-            serde_json::json!({ "template": "t", "resources": { "cpu": "2" }, "annotations": { "n": "x" } })
+            serde_json::json!({
+                "template": "t", "resources": { "cpu": "2" }, "annotations": { "n": "x" },
+                "nodeSelector": { "disk": "fast" }, "network": { "egress": "Deny" },
+            })
         );
         assert_eq!(
             (&described["origin"]["name"], &described["labels"]),

@@ -1,14 +1,18 @@
 //! Who asked for a transfer, and how far it is.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, hash_map::Entry},
     sync::{Arc, Mutex, MutexGuard},
     time::Duration,
 };
 
+use futures::{FutureExt as _, future::BoxFuture};
 use kibo_crds::{Bytes, Incarnation, InstanceId, NodeId, PoolId, TransferKind};
 use kibo_protocol::v1::open_stream;
-use tokio::{sync::watch, time::timeout};
+use tokio::{
+    sync::watch,
+    time::{Instant, timeout, timeout_at},
+};
 
 use crate::{cache::Key, workspace::world::World};
 
@@ -126,10 +130,67 @@ impl Wishes {
         });
     }
 
+    /// One that nobody wants any more, as of somebody who was interrupted and tries again, is waited for.
+    async fn insert(&self, uid: &str, known: Known) -> Result<(), Refusal> {
+        let refusal = |message| Err(Refusal { reason: "Transferring", message });
+        let within = Instant::now() + TURN_WITHIN;
+        loop {
+            let mut other = match self.lock().entry(uid.to_owned()) {
+                Entry::Vacant(free) => {
+                    free.insert(known);
+                    return Ok(());
+                }
+                Entry::Occupied(other) if other.get().wish.ended.is_none() => {
+                    let user = &other.get().wish.user;
+                    return refusal(format!("{user} is exporting or importing it: try again when that is over"));
+                }
+                Entry::Occupied(other) => other.get().say.subscribe(),
+            };
+            // It goes with its last word.
+            let over = other.wait_for(|said| matches!(said, Said::Over(_) | Said::Refused(_)));
+            if timeout_at(within, over).await.is_err() {
+                return refusal(
+                    "the export or import before is over, but its disks are not free yet: see its conditions"
+                        .to_owned(),
+                );
+            }
+        }
+    }
+
+    /// Ends what somebody else asked for; what is returned says when it is over. None: nobody asks for it.
+    fn cancel(&self, uid: &str, kind: TransferKind, by: &str) -> Option<watch::Receiver<Said>> {
+        let mut all = self.lock();
+        let known = all.get_mut(uid).filter(|known| known.wish.kind == kind)?;
+        known.wish.ended.get_or_insert_with(|| Err(format!("{by} cancelled it")));
+        Some(known.say.subscribe())
+    }
+
     fn end(&self, uid: &str, id: InstanceId, result: Result<(), String>) {
         self.with(uid, id, |known| {
             known.wish.ended.get_or_insert(result);
         });
+    }
+}
+
+/// Ends the transfer of somebody else, and waits until its disks are free.
+pub async fn cancel(world: &World, key: Key, uid: &str, kind: TransferKind, by: &str) -> Result<(), Refusal> {
+    let Some(mut said) = world.transfers.cancel(uid, kind, by) else {
+        let doing = if kind == TransferKind::Export { "exports" } else { "imports" };
+        return Err(Refusal { reason: "NotTransferring", message: format!("nobody {doing} it now") });
+    };
+    world.bells.workspaces.push(key);
+    let over = said.wait_for(|said| matches!(said, Said::Over(_) | Said::Refused(_)));
+    match timeout(RECORDED_WITHIN, over).await {
+        Ok(Ok(said)) if matches!(*said, Said::Over(Ok(()))) => {
+            Err(Refusal { reason: "Complete", message: "it was complete already".to_owned() })
+        }
+        // When its other end is gone, the leader changes, which ends it as well.
+        Ok(_) => Ok(()),
+        Err(_) => {
+            let message =
+                "it is cancelled, but its node has not let go of the disks yet: see its conditions".to_owned();
+            Err(Refusal { reason: "Unavailable", message })
+        }
     }
 }
 
@@ -155,14 +216,7 @@ impl Transfer {
         let id = InstanceId::generate();
         let (say, said) = watch::channel(Said::Nothing);
         let wish = Wish { id, kind, user, volume_pool: None, ordered: None, ended: None };
-        {
-            let mut all = world.transfers.lock();
-            if let Some(other) = all.get(&uid) {
-                let message = format!("{} is exporting or importing it: try again when that is over", other.wish.user);
-                return Err(Refusal { reason: "Transferring", message });
-            }
-            all.insert(uid.clone(), Known { wish, say });
-        }
+        world.transfers.insert(&uid, Known { wish, say }).await?;
         let mut transfer = Self { world, key, uid, id, kind, said };
         transfer.ring();
         let ordered = timeout(TURN_WITHIN, transfer.ordered()).await.unwrap_or_else(|_| {
@@ -187,6 +241,19 @@ impl Transfer {
         self.world.bells.workspaces.push(self.key.clone());
     }
 
+    /// Why it is over although its stream goes on: its node lost the disks, somebody cancelled it.
+    pub fn over(&self) -> BoxFuture<'static, String> {
+        let mut said = self.said.clone();
+        async move {
+            let over = said.wait_for(|said| matches!(said, Said::Over(Err(_)))).await.map(|said| said.clone());
+            match over {
+                Ok(Said::Over(Err(why))) => why,
+                _ => std::future::pending().await,
+            }
+        }
+        .boxed()
+    }
+
     /// How its stream ended. Answers what came of that.
     pub async fn conclude(mut self, result: Result<(), String>) -> Result<(), String> {
         self.world.transfers.end(&self.uid, self.id, result.clone());
@@ -197,8 +264,9 @@ impl Transfer {
         };
         match timeout(RECORDED_WITHIN, over).await {
             // What was exported is complete, whatever becomes of the Workspace.
-            _ if self.kind == TransferKind::Export => result,
-            Ok(Ok(recorded)) => result.and(recorded),
+            _ if self.kind == TransferKind::Export && result.is_ok() => result,
+            // The stream may have broken because of what is on record: a deletion, somebody who cancelled it.
+            Ok(Ok(recorded)) => recorded.and(result),
             Ok(Err(_)) | Err(_) => result
                 .and_then(|()| Err("the operator could not record in time that the disks are complete".to_owned())),
         }
@@ -211,5 +279,70 @@ impl Drop for Transfer {
         let gone = Err("whoever asked for it went away, or the connection was lost".to_owned());
         self.world.transfers.end(&self.uid, self.id, gone);
         self.ring();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn known(user: &str) -> (Known, InstanceId) {
+        let id = InstanceId::generate();
+        let wish = Wish {
+            id,
+            kind: TransferKind::Export,
+            user: user.to_owned(),
+            volume_pool: None,
+            ordered: None,
+            ended: None,
+        };
+        (Known { wish, say: watch::channel(Said::Nothing).0 }, id)
+    }
+
+    #[tokio::test]
+    async fn who_tries_again_waits_for_what_was_broken_off_and_for_nothing_else() {
+        let wishes = Arc::new(Wishes::default());
+        let (first, id) = known("jane");
+        wishes.insert("u", first).await.unwrap();
+        let refused = wishes.insert("u", known("joe").0).await.unwrap_err();
+        assert!(refused.message.contains("jane is exporting"), "{refused:?}");
+        wishes.end("u", id, Err("she went away".to_owned()));
+        let again = tokio::spawn({
+            let wishes = wishes.clone();
+            async move { wishes.insert("u", known("jane").0).await }
+        });
+        tokio::task::yield_now().await;
+        assert!(!again.is_finished());
+        wishes.over("u", id, Err("she went away".to_owned()));
+        again.await.unwrap().unwrap();
+        assert!(wishes.of("u").is_some_and(|wish| wish.id != id && wish.ended.is_none()));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn disks_that_do_not_come_free_are_not_waited_for_long() {
+        let wishes = Wishes::default();
+        let (first, id) = known("jane");
+        wishes.insert("u", first).await.unwrap();
+        wishes.end("u", id, Err("she went away".to_owned()));
+        let refused = wishes.insert("u", known("jane").0).await.unwrap_err();
+        assert!(refused.message.contains("not free yet"), "{refused:?}");
+    }
+
+    #[test]
+    fn somebody_else_ends_what_is_under_way_and_not_what_is_complete() {
+        let wishes = Wishes::default();
+        let (first, id) = known("jane");
+        wishes.lock().insert("u".to_owned(), first);
+        assert!(wishes.cancel("u", TransferKind::Import, "joe").is_none(), "it is an export");
+        assert!(wishes.cancel("v", TransferKind::Export, "joe").is_none());
+        assert!(wishes.cancel("u", TransferKind::Export, "joe").is_some());
+        assert_eq!(wishes.of("u").unwrap().ended, Some(Err("joe cancelled it".to_owned())));
+        let (second, other) = known("jane");
+        wishes.lock().insert("u".to_owned(), second);
+        wishes.end("u", id, Ok(()));
+        assert_eq!(wishes.of("u").unwrap().ended, None, "the end of another one");
+        wishes.end("u", other, Ok(()));
+        wishes.cancel("u", TransferKind::Export, "joe");
+        assert_eq!(wishes.of("u").unwrap().ended, Some(Ok(())));
     }
 }

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kibo_crds::{
-    CommandId, CommandRecord, CommandResult, ConditionType, GROUP, NodeId, Workspace, condition, digest, set_condition,
+    CommandId, CommandRecord, CommandResult, ConditionType, NodeId, Workspace, condition, digest, is_reserved_label,
+    set_condition,
     workspace::{
         Execution, LastExecution, PowerRequest, PowerState, PowerStatus, Revision, Revisions, StopMode, WorkspacePhase,
         WorkspaceStatus, WritableLayer,
@@ -79,8 +80,7 @@ fn bump(revision: &mut Revision, content: &impl Serialize) {
 
 /// Labels that belong to the Workspace's owner.
 pub fn own_labels(workspace: &Workspace) -> BTreeMap<&String, &String> {
-    let reserved = |key: &str| key.split_once('/').is_some_and(|(prefix, _)| prefix.ends_with(GROUP));
-    workspace.metadata.labels.iter().flatten().filter(|(key, _)| !reserved(key)).collect()
+    workspace.metadata.labels.iter().flatten().filter(|(key, _)| !is_reserved_label(key)).collect()
 }
 
 fn revisions(workspace: &Workspace, old: Option<Revisions>) -> Revisions {

@@ -148,4 +148,10 @@ impl super::hooks::Hooks {
         self.0.workspaces.observe(workspace.clone());
         crate::transfer::Transfer::begin(self.0.clone(), key, uid, kind, user.to_owned()).await
     }
+
+    /// Ends the transfer that somebody else has asked for, and waits until the disks are free.
+    pub async fn cancel_transfer(&self, workspace: &Workspace, kind: TransferKind, user: &str) -> Result<(), Refusal> {
+        let uid = workspace.uid().unwrap_or_default();
+        crate::transfer::cancel(&self.0, Key::of(workspace), &uid, kind, user).await
+    }
 }

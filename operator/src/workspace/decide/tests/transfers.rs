@@ -77,7 +77,7 @@ fn an_export_is_granted_ordered_and_settled() {
     let over = look(&workspace, &wished(&wish));
     assert_eq!(over.action, Action::Settle { object: Object::Layer, holder: holder(2, false) });
     let mut workspace = stored(&workspace, &over);
-    assert_eq!(transfer(&workspace), (TransferState::Ending, None));
+    assert_eq!(transfer(&workspace), (TransferState::Completing, None));
     workspace.status.as_mut().unwrap().holder = Some(holder(2, true));
     let finished = look(&workspace, &wished(&wish));
     let workspace = stored(&workspace, &finished);
@@ -104,6 +104,8 @@ fn what_nobody_wants_any_more_and_what_was_lost_ends() {
     let orphan = look(&workspace, &online());
     assert!(matches!(orphan.action, Action::Settle { .. }));
     assert_eq!(transfer(&stored(&workspace, &orphan)), (TransferState::Ending, Some("Interrupted")));
+    let gone = Facts { lost: vec![pool()], ..wished(&wish) };
+    assert_eq!(transfer(&stored(&workspace, &look(&workspace, &gone))), (TransferState::Failed, Some("PoolLost")));
     let isolated = Facts { voids: vec![(node("a"), Incarnation(1), Void::Isolated)], ..wished(&wish) };
     let lost = look(&workspace, &isolated);
     let workspace = stored(&workspace, &lost);
@@ -174,7 +176,7 @@ fn an_import_is_not_started_before_it_is_complete() {
     let complete = stored(&running, &look(&running, &wished(&wish)));
     let status = complete.status.as_ref().unwrap();
     assert!(status.imported && status.writable_layer.as_ref().unwrap().created);
-    assert_eq!((status.phase, transfer(&complete).0), (Some(WorkspacePhase::Stopped), TransferState::Ending));
+    assert_eq!((status.phase, transfer(&complete).0), (Some(WorkspacePhase::Stopped), TransferState::Completing));
 }
 
 #[test]
@@ -192,6 +194,33 @@ fn the_volume_of_an_import_that_did_not_complete_goes_with_it_and_another_one_do
     let status = whole.status.as_mut().unwrap();
     (status.imported, status.writable_layer) = (true, None);
     assert_eq!(delete(&whole, &made_for), Action::UnbindVolume);
+}
+
+#[test]
+fn what_fails_has_failed_also_when_nobody_said_why() {
+    let (workspace, wish) = exporting();
+    let failed = Wish { ended: Some(Err(String::new())), ordered: Some(sizes()), ..wish.clone() };
+    let mut workspace = stored(&workspace, &look(&workspace, &wished(&failed)));
+    assert_eq!(transfer(&workspace).0, TransferState::Ending);
+    let status = workspace.status.as_mut().unwrap();
+    status.transfer.as_mut().unwrap().reason = None;
+    status.holder = Some(holder(2, true));
+    let workspace = stored(&workspace, &look(&workspace, &wished(&failed)));
+    assert_eq!(transfer(&workspace), (TransferState::Failed, None));
+}
+
+#[test]
+fn an_export_does_not_go_on_without_the_volume_that_it_began_with() {
+    let (mut workspace, wish) = exporting();
+    workspace.spec.volume =
+        Some(serde_json::from_value(serde_json::json!({ "claim": "data", "mountPath": "/data" })).unwrap());
+    // It was bound when the export began, and has gone since.
+    let gone = look_with(&workspace, Some(&template()), None, &wished(&wish));
+    assert_eq!(transfer(&stored(&workspace, &gone)), (TransferState::Ending, Some("VolumeNotFound")));
+    // What the node reads already it reads to the end: it holds the grants.
+    let read = Wish { ordered: Some(sizes()), ..wish.clone() };
+    let reading = look_with(&workspace, Some(&template()), None, &wished(&read));
+    assert_eq!(transfer(&stored(&workspace, &reading)), (TransferState::Running, None));
 }
 
 #[test]

@@ -5,23 +5,20 @@
 //! of the grants. An import counts only by the write that says that the layer is made: before it, whatever lies in the
 //! pools goes with the Workspace.
 
-use std::collections::BTreeSet;
+mod begin;
 
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kibo_crds::{
-    Bytes, Incarnation, NodeId, PoolId, TransferKind, TransferState, TransferStatus, Volume,
+    Bytes, PoolId, TransferKind, TransferState, TransferStatus, Volume,
     workspace::{LayerStatus, PowerRequest, WhenUnplaceable, WorkspacePhase},
 };
 use kube::ResourceExt as _;
 
 use super::{
     Action, Decision, Object, can_ask,
-    idle::{Binding, Held, binding, demand, held},
+    idle::{Binding, binding},
     lost,
 };
 use crate::{
-    moving,
-    node::Void,
     placement::Demand,
     right::{HasRight as _, Standing, waits_for},
     transfer::{Refusal, Sizes, Wish, is_open},
@@ -30,6 +27,9 @@ use crate::{
         sight::Sight,
     },
 };
+
+pub use begin::begun;
+use begin::{Begin, begin};
 
 const DELETED: &str = "Deleted";
 const IMPORT_FAILED: &str = "ImportFailed";
@@ -103,110 +103,6 @@ fn outcome(transfer: &TransferStatus) -> Result<(), String> {
     }
 }
 
-enum Begin {
-    /// It waits, or has begun.
-    Nothing,
-    Step(Step),
-    Action(Action),
-}
-
-impl From<Step> for Begin {
-    fn from(step: Step) -> Self {
-        Self::Step(step)
-    }
-}
-
-fn begin(sight: &Sight<'_>, draft: &mut Draft<'_>, wish: &Wish, is_deleting: bool) -> Begin {
-    let name = sight.workspace.name_any();
-    if is_deleting {
-        return refuse(DELETED, format!("Workspace {name} is being deleted")).into();
-    }
-    if let Some(pool) = lost::layer_pool(sight, draft) {
-        return refuse("PoolLost", format!("the writable layer was in storage pool {pool}, which was declared lost"))
-            .into();
-    }
-    let problem = match wish.kind {
-        TransferKind::Export => cannot_export(sight, draft, &name),
-        TransferKind::Import => cannot_import(sight, draft, &name),
-    };
-    if let Some((reason, message)) = problem {
-        return refuse(reason, message).into();
-    }
-    let volume = match companion(sight, wish.kind) {
-        Companion::None => None,
-        Companion::Volume(volume) => Some(volume),
-        Companion::NotYet => return Begin::Nothing,
-        Companion::Blocked(wait) => return refuse(wait.reason, wait.message).into(),
-    };
-    if let Some(held) = not_free(sight, draft, volume) {
-        return held;
-    }
-    match wish.kind {
-        TransferKind::Export => begin_export(sight, draft, wish, volume),
-        TransferKind::Import => {
-            let Some(template) = sight.template else {
-                let message =
-                    format!("Template {} does not exist: create it, and import again", sight.workspace.spec.template);
-                return refuse("TemplateNotFound", message).into();
-            };
-            match demand(sight, draft, &sight.workspace.power_request(), template, sight.volume) {
-                Ok(demand) => Step::Place(Box::new(demand)).into(),
-                Err(message) => refuse("InvalidAmounts", message).into(),
-            }
-        }
-    }
-}
-
-fn cannot_export(sight: &Sight<'_>, draft: &Draft<'_>, name: &str) -> Option<(&'static str, String)> {
-    if draft.status.execution.is_some() {
-        let message = format!("Workspace {name} is {:?}: stop it first (kibo workspace stop {name})", draft.phase());
-        return Some(("InUse", message));
-    }
-    if unfinished(draft).is_some() {
-        return Some(("NotImported", format!("the disks of Workspace {name} are not imported yet")));
-    }
-    let layer = draft.status.writable_layer.as_ref().filter(|layer| layer.created);
-    if layer.is_none() {
-        return Some(("NoImage", format!("Workspace {name} has no disks yet: they are made at the first start")));
-    }
-    let volume = sight.volume.and_then(|volume| volume.status.as_ref()?.r#move.as_ref());
-    let moves = [draft.status.r#move.as_ref(), volume];
-    moves
-        .into_iter()
-        .any(moving::is_open)
-        .then(|| ("Moving", format!("a disk of Workspace {name} is being moved: export it when that is over")))
-}
-
-fn cannot_import(sight: &Sight<'_>, draft: &Draft<'_>, name: &str) -> Option<(&'static str, String)> {
-    let import = sight.workspace.spec.import.as_ref();
-    let Some(import) = import else {
-        return Some((
-            "NotAnImport",
-            format!("Workspace {name} was not made for an import: `kibo transfer import` makes one"),
-        ));
-    };
-    if draft.status.imported {
-        return Some(("Complete", format!("the disks of Workspace {name} are complete already")));
-    }
-    if has_failed(draft) {
-        return Some((
-            IMPORT_FAILED,
-            format!("an import into Workspace {name} did not complete: delete it, and import again"),
-        ));
-    }
-    let size = sight.workspace.spec.writable_layer.as_ref().and_then(|layer| layer.size.as_ref());
-    let new = sight.workspace.spec.volume.as_ref().and_then(|volume| volume.new.as_ref());
-    if size.is_none() || (import.volume && new.is_none()) {
-        return Some((
-            "NoSize",
-            "an import needs spec.writableLayer.size, and for its Volume spec.volume.new.size".to_owned(),
-        ));
-    }
-    let made = sight.volume.and_then(|volume| volume.status.as_ref()?.size);
-    (import.volume && made.is_some())
-        .then(|| ("VolumeNotEmpty", format!("the Volume of Workspace {name} has an image already")))
-}
-
 fn companion<'a>(sight: &Sight<'a>, kind: TransferKind) -> Companion<'a> {
     let is_made = |volume: &Volume| volume.status.as_ref().is_some_and(|status| status.size.is_some());
     match (binding(sight), kind) {
@@ -223,79 +119,6 @@ fn companion<'a>(sight: &Sight<'a>, kind: TransferKind) -> Companion<'a> {
             if wanted { Companion::Volume(volume) } else { Companion::None }
         }
     }
-}
-
-/// Somebody holds a disk yet: its node is asked, or it cannot be.
-fn not_free(sight: &Sight<'_>, draft: &Draft<'_>, volume: Option<&Volume>) -> Option<Begin> {
-    let Held { object, name, holder } = held(sight, draft, volume)?;
-    Some(if can_ask(sight, &holder) {
-        Begin::Action(Action::Settle { object, holder })
-    } else if sight.cluster.is_settling() {
-        Begin::Nothing
-    } else {
-        refuse("HolderUnreachable", waits_for(name, &holder.node)).into()
-    })
-}
-
-/// On a node that reaches all of its disks; whether it drains does not matter.
-fn begin_export(sight: &Sight<'_>, draft: &mut Draft<'_>, wish: &Wish, volume: Option<&Volume>) -> Begin {
-    let Some(layer) = draft.status.writable_layer.clone() else { return Begin::Nothing };
-    let volume_pool = volume.and_then(|volume| volume.status.as_ref()?.pool.clone());
-    let pools: Vec<PoolId> = std::iter::once(layer.pool).chain(volume_pool).collect();
-    let mut nodes = sight.cluster.reachable_members(&pools[0]);
-    for pool in &pools[1..] {
-        let there = sight.cluster.reachable_members(pool);
-        nodes.retain(|node| there.contains(node));
-    }
-    let right = draft.status.right();
-    let last = right.holder.as_ref().map(|holder| holder.node.clone());
-    nodes.sort_by_key(|(node, _)| Some(node) != last.as_ref());
-    let Some((node, incarnation)) = nodes.first().cloned() else {
-        if sight.cluster.is_settling() {
-            return Begin::Nothing;
-        }
-        let members: BTreeSet<NodeId> = pools.iter().flat_map(|pool| sight.cluster.members(pool)).collect();
-        let names = |all: Vec<String>| all.join(", ");
-        let message = format!(
-            "no node with a control session reaches storage pool {} now (members: {})",
-            names(pools.iter().map(ToString::to_string).collect()),
-            names(members.iter().map(ToString::to_string).collect())
-        );
-        return refuse("NodeUnreachable", message).into();
-    };
-    let void = |node: &NodeId, incarnation| sight.cluster.void(node, incarnation);
-    match begun(draft, wish, &node, incarnation, void, sight.now.clone()) {
-        Ok(()) => Begin::Nothing,
-        Err(refusal) => Step::Refuse(refusal).into(),
-    }
-}
-
-/// Grants the layer for a transfer and notes the transfer: what is one write.
-pub fn begun(
-    draft: &mut Draft<'_>,
-    wish: &Wish,
-    node: &NodeId,
-    incarnation: Incarnation,
-    void: impl Fn(&NodeId, Incarnation) -> Option<Void>,
-    now: Time,
-) -> Result<(), Refusal> {
-    let right = draft.status.right().granted(node, incarnation, void);
-    let right = right.map_err(|error| Refusal { reason: error.reason(), message: error.to_string() })?;
-    draft.status.transfer = Some(TransferStatus {
-        id: wish.id,
-        kind: wish.kind,
-        state: TransferState::Running,
-        user: wish.user.chars().take(256).collect(),
-        node: node.clone(),
-        incarnation,
-        epoch: right.epoch.unwrap_or_default(),
-        started_at: now,
-        finished_at: None,
-        reason: None,
-        message: None,
-    });
-    draft.status.set_right(right);
-    Ok(())
 }
 
 fn explain(transfer: &mut TransferStatus, reason: &str, message: &str) {
@@ -319,7 +142,9 @@ fn go_on(
     let is_held = draft.status.holder.as_ref().is_some_and(|holder| !holder.idle && holder.epoch == transfer.epoch);
     let mut action = None;
     if transfer.state == TransferState::Running {
-        if !is_held {
+        if let Some(pool) = lost::layer_pool(sight, draft) {
+            give_up(&mut transfer, "PoolLost", &format!("storage pool {pool} was declared lost"));
+        } else if !is_held {
             let message = format!("node {} lost the disks before the end", transfer.node);
             give_up(&mut transfer, "NodeLost", &message);
         } else if is_deleting {
@@ -330,7 +155,7 @@ fn go_on(
             give_up(&mut transfer, "Interrupted", "the operator's leader changed before the end");
         }
     }
-    if transfer.state == TransferState::Ending {
+    if transfer.state.is_letting_go() {
         action = end(sight, draft, &mut transfer);
     }
     draft.status.transfer = Some(transfer);
@@ -338,22 +163,24 @@ fn go_on(
 }
 
 fn run(sight: &Sight<'_>, draft: &mut Draft<'_>, transfer: &mut TransferStatus, wish: &Wish) -> Option<Action> {
-    let volume = match companion(sight, transfer.kind) {
-        Companion::Volume(volume) => Some(volume),
-        _ => None,
-    };
     match (&wish.ended, wish.ordered) {
         (Some(Err(problem)), _) => give_up(transfer, "Interrupted", problem),
         (Some(Ok(())), Some(sizes)) if transfer.kind == TransferKind::Import => {
+            let volume = match companion(sight, transfer.kind) {
+                Companion::Volume(volume) => Some(volume),
+                Companion::None | Companion::NotYet | Companion::Blocked(_) => None,
+            };
             return complete(draft, transfer, wish, sizes, volume);
         }
-        (Some(Ok(())), _) => transfer.state = TransferState::Ending,
-        (None, None) => return grant_volume(sight, draft, transfer, wish, volume),
-        (None, Some(_)) => {
-            if let Some(pool) = lost::layer_pool(sight, draft) {
-                give_up(transfer, "PoolLost", &format!("storage pool {pool} was declared lost"));
-            }
-        }
+        (Some(Ok(())), _) => transfer.state = TransferState::Completing,
+        (None, Some(_)) => {}
+        (None, None) => match companion(sight, transfer.kind) {
+            Companion::None => return grant_volume(sight, draft, transfer, wish, None),
+            Companion::Volume(volume) => return grant_volume(sight, draft, transfer, wish, Some(volume)),
+            Companion::NotYet => {}
+            // Since it began: nothing is transferred without the Volume that belongs to it.
+            Companion::Blocked(wait) => give_up(transfer, wait.reason, &wait.message),
+        },
     }
     None
 }
@@ -413,7 +240,7 @@ fn complete(
         (layer.created, layer.size) = (true, sizes.layer);
     }
     draft.status.imported = true;
-    transfer.state = TransferState::Ending;
+    transfer.state = TransferState::Completing;
     draft.enter(WorkspacePhase::Stopped);
     draft.notices.push(Notice::normal("Imported", "its disks are complete"));
     None
@@ -431,7 +258,10 @@ fn end(sight: &Sight<'_>, draft: &mut Draft<'_>, transfer: &mut TransferStatus) 
         return None;
     }
     transfer.finished_at = Some(sight.now.clone());
-    transfer.state = if transfer.reason.is_some() { TransferState::Failed } else { TransferState::Finished };
+    transfer.state = match transfer.state {
+        TransferState::Completing => TransferState::Finished,
+        _ => TransferState::Failed,
+    };
     if transfer.kind == TransferKind::Import && transfer.state == TransferState::Failed {
         draft.notices.push(Notice::warning(IMPORT_FAILED, transfer.message.as_deref().unwrap_or_default()));
     }
@@ -473,7 +303,7 @@ pub(super) fn unfinished(draft: &Draft<'_>) -> Option<(WorkspacePhase, &'static 
 
 /// The transfer is over but for a node that cannot be asked: what somebody has to do about that.
 pub(super) fn out_of_reach(sight: &Sight<'_>, draft: &Draft<'_>) -> Option<String> {
-    draft.status.transfer.as_ref().filter(|transfer| transfer.state == TransferState::Ending)?;
+    draft.status.transfer.as_ref().filter(|transfer| transfer.state.is_letting_go())?;
     let right = draft.status.right();
     match right.standing(|node, incarnation| sight.cluster.void(node, incarnation)) {
         Standing::Held(holder) if !can_ask(sight, &holder) && !sight.cluster.is_settling() => {
@@ -486,11 +316,16 @@ pub(super) fn out_of_reach(sight: &Sight<'_>, draft: &Draft<'_>) -> Option<Strin
 /// Why it cannot be started while its disks are transferred.
 pub(super) fn stands_in_the_way(sight: &Sight<'_>, draft: &Draft<'_>) -> Option<Wait> {
     let transfer = draft.status.transfer.as_ref().filter(|transfer| is_open(Some(transfer)))?;
-    let message = match transfer.state {
-        TransferState::Ending => out_of_reach(sight, draft).unwrap_or_else(|| {
+    let message = if transfer.state.is_letting_go() {
+        out_of_reach(sight, draft).unwrap_or_else(|| {
             format!("node {} is being asked to let go of its disks, which were transferred", transfer.node)
-        }),
-        _ => format!("{} exports it by node {}: it can be used when that is over", transfer.user, transfer.node),
+        })
+    } else {
+        let TransferStatus { user, node, .. } = transfer;
+        let name = sight.workspace.name_any();
+        format!(
+            "{user} exports it by node {node}: it can be used when that is over (`kibo transfer cancel {name}` ends it)"
+        )
     };
     Some(Wait::placement("Transferring", message))
 }
