@@ -48,15 +48,16 @@ pub async fn run(cluster: &Cluster, args: Export) -> Result<()> {
     let (_, subject) = interrupt.or(target::fetch(cluster, &args.workspace)).await?;
     let mut sink = super::make(&mut interrupt, args.to.create(&args.store), Sink::abort).await?;
     let progress = Progress::begin(&args.to.to_string(), args.quiet);
-    let done = interrupt.or(receive(cluster, &subject, &mut sink, &progress)).await;
-    if let Err(error) = done {
+    let done = interrupt.or(async {
+        receive(cluster, &subject, &mut sink, &progress).await?;
+        sink.complete().await
+    });
+    if let Err(error) = done.await {
         progress.clear();
         sink.abort().await;
         return Err(error);
     }
-    let completed = sink.complete().await;
     progress.end(&args.to.to_string());
-    completed?;
     print(&format!("{subject} exported to {}\n", args.to))
 }
 

@@ -5,11 +5,8 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use clap::Args;
 use futures::StreamExt as _;
-use kibo_archive::{Description, Prefix};
-use kibo_crds::{
-    self as crds, Bytes as Amount, PoolId, SizeQuantity, Template, Workspace, WorkspaceId,
-    workspace::{NewVolume, PowerRequest, PowerState, VolumeBinding, WritableLayer},
-};
+use kibo_archive::Prefix;
+use kibo_crds::{PoolId, Template, Workspace, workspace::WorkspacePhase};
 use kube::{
     Api, ResourceExt as _,
     api::{DeleteParams, PostParams, Preconditions},
@@ -18,13 +15,13 @@ use kube::{
 use super::{
     CLEAN_UP_FOR, StoreArgs,
     location::{Location, Source},
+    made::made,
 };
 use crate::{
     client::Cluster,
     errors::{Error, Kind, On as _, Result, Subject},
     output::{print, remark},
     workspace::{
-        fresh_id,
         stream::{
             channels::{self, Channel, FromServer, Receiver, Sender},
             cp::{Interrupt, Progress},
@@ -48,16 +45,16 @@ pub struct Import {
     source: Location,
     /// Name of the new Workspace; default: the one that it had
     #[arg(long, value_name = "NAME")]
-    name: Option<String>,
+    pub name: Option<String>,
     /// Template of the new Workspace, with the same root image; default: that of the name that it had
     #[arg(long, value_name = "TEMPLATE")]
-    template: Option<String>,
+    pub template: Option<String>,
     /// Storage pool of the writable layer; default: that of the node where it is placed
     #[arg(long, value_name = "POOL")]
-    layer_pool: Option<PoolId>,
+    pub layer_pool: Option<PoolId>,
     /// Storage pool of the Volume; default: that of the node where it is placed
     #[arg(long, value_name = "POOL")]
-    volume_pool: Option<PoolId>,
+    pub volume_pool: Option<PoolId>,
     #[command(flatten)]
     store: StoreArgs,
     /// Show no progress
@@ -75,7 +72,9 @@ pub async fn run(cluster: &Cluster, args: Import) -> Result<()> {
     let created = Box::pin(super::make(&mut interrupt, create(cluster, &workspace), take_away)).await?;
     let subject = target::subject(&created);
     let progress = Progress::begin(&args.source.to_string(), args.quiet);
-    progress.total(source.size);
+    if let Some(size) = source.size {
+        progress.total(size);
+    }
     let done = interrupt.or(send(cluster, &subject, beginning, source, &progress)).await;
     if let Err(error) = done {
         progress.clear();
@@ -100,60 +99,6 @@ async fn read_prefix(source: &mut Source, location: &Location) -> Result<(Prefix
             None => return Err(invalid("the archive is truncated: it ends before it is complete".to_owned())),
         }
     }
-}
-
-/// The Workspace that is to be made.
-fn made(prefix: &Prefix, args: &Import) -> Result<Workspace> {
-    let Description { origin, labels, spec, layer, volume, .. } = prefix.description.clone();
-    let name = args.name.clone().unwrap_or(origin.name);
-    if name.parse::<WorkspaceId>().is_ok() {
-        return Err(Error::invalid(format!("{name} has the form of an id, so it cannot be a name")));
-    }
-    let mut spec = spec;
-    if let Some(template) = &args.template {
-        spec.template.clone_from(template);
-    }
-    spec.r#move = None;
-    spec.import = Some(crds::Import { archive: prefix.id(), volume: volume.is_some() });
-    spec.writable_layer =
-        Some(WritableLayer { size: Some(size(layer)?), pool: args.layer_pool.clone(), request_id: None });
-    spec.volume = match (spec.volume.take(), volume) {
-        (Some(binding), Some(volume)) => {
-            let new = NewVolume { size: size(volume)?, pool: args.volume_pool.clone() };
-            Some(VolumeBinding { claim: None, new: Some(new), ..binding })
-        }
-        // It has no bytes yet: it is made as it would have been.
-        (Some(VolumeBinding { new: Some(new), claim: None, mount_path, delete_with_workspace }), None) => {
-            let new = NewVolume { pool: args.volume_pool.clone(), ..new };
-            Some(VolumeBinding { claim: None, new: Some(new), mount_path, delete_with_workspace })
-        }
-        (Some(_), None) => {
-            remark(
-                "note: the Volume that was bound had no bytes yet, so none is made; bind one with kibo workspace bind",
-            );
-            None
-        }
-        (None, _) => None,
-    };
-    if spec.volume.is_none() && args.volume_pool.is_some() {
-        return Err(Error::new(Kind::Usage, "--volume-pool is for an archive with a Volume, and this one has none"));
-    }
-    spec.power = Some(PowerRequest {
-        state: PowerState::Stopped,
-        request_id: Some(fresh_id()),
-        stop_mode: None,
-        node: None,
-        when_unplaceable: None,
-    });
-    let mut workspace = Workspace::new(&name, spec);
-    workspace.metadata.labels = (!labels.is_empty()).then_some(labels);
-    Ok(workspace)
-}
-
-fn size(bytes: Amount) -> Result<SizeQuantity> {
-    let text = bytes.as_mib().map(|mib| format!("{mib}Mi")).unwrap_or_default();
-    text.parse::<SizeQuantity>()
-        .map_err(|error| Error::invalid(format!("the archive has an image of {bytes}: {error}")))
 }
 
 /// The layer is only what differs from its root image.
@@ -189,8 +134,8 @@ async fn create(cluster: &Cluster, workspace: &Workspace) -> Result<Workspace> {
     };
     match error {
         kube::Error::Api(status) if status.is_already_exists() => {
-            Err(Error::new(Kind::Aborted, format!("{subject} already exists"))
-                .next("give the new one another name: --name NAME"))
+            let there = api.get_opt(&subject.name).await.ok().flatten();
+            Err(taken(&subject, there.as_ref()))
         }
         kube::Error::Api(status) if status.code < 500 => {
             Err(crate::errors::from_kube(kube::Error::Api(status), &subject))
@@ -203,6 +148,27 @@ async fn create(cluster: &Cluster, workspace: &Workspace) -> Result<Workspace> {
                 .next(format!("it may be there, without its disks: then delete it: {}", subject.command("delete")))),
         },
     }
+}
+
+/// Something has the name; what an import has left there can go.
+fn taken(subject: &Subject, there: Option<&Workspace>) -> Error {
+    let left = there.filter(|there| there.spec.import.is_some());
+    let status = left.and_then(|left| left.status.as_ref()).filter(|status| !status.imported);
+    let (what, next) = match status.map(|status| status.phase) {
+        None => ("already exists", "give the new one another name: --name NAME".to_owned()),
+        Some(Some(WorkspacePhase::Failed)) => (
+            "is left of an import that did not complete",
+            format!("delete it, and import again: {}", subject.command("delete")),
+        ),
+        Some(_) => (
+            "is there, and its import is not complete",
+            format!(
+                "let that end, or give another name (--name NAME); delete what nobody imports any more: {}",
+                subject.command("delete")
+            ),
+        ),
+    };
+    Error::new(Kind::Aborted, format!("{subject} {what}")).next(next)
 }
 
 /// The Workspace of this request, and no other one of its name.
@@ -278,88 +244,52 @@ async fn give_up(cluster: &Cluster, created: &Workspace, subject: &Subject) {
     let deleted = async {
         loop {
             match api.delete(&subject.name, &params).await {
-                Ok(_) => return,
-                Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409) => return,
+                Ok(_) => return None,
+                Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409) => return None,
+                // It will not become allowed by being asked again.
+                Err(kube::Error::Api(status)) if status.code < 500 && status.code != 429 => {
+                    return Some(status.message);
+                }
                 Err(_) => tokio::time::sleep(CLEAN_UP_EVERY).await,
             }
         }
     };
-    if tokio::time::timeout(CLEAN_UP_FOR, deleted).await.is_err() {
-        remark(&format!("{subject} is left, without its disks; delete it: {}", subject.command("delete")));
-    }
+    let why = match tokio::time::timeout(CLEAN_UP_FOR, deleted).await {
+        Ok(None) => return,
+        Ok(Some(why)) => why,
+        Err(_) => format!("the API server did not take it within {} s", CLEAN_UP_FOR.as_secs()),
+    };
+    remark(&format!("{subject} is left, without its disks: {why}"));
+    remark(&format!("  have it deleted: {}", subject.command("delete")));
 }
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser as _;
-    use kibo_archive::Origin;
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::cli::Cli;
 
-    fn args(line: &[&str]) -> Import {
-        let line = [&["kibo", "transfer", "import", "a"], line].concat();
-        match Cli::try_parse_from(line).unwrap().command {
-            crate::cli::Command::Transfer(super::super::Command::Import(import)) => *import,
-            other => panic!("{other:?}"),
+    #[test]
+    fn who_has_the_name_is_said_with_the_way_out() {
+        let subject = Subject::namespaced("Workspace", "dev", "team");
+        let there = |import: Option<Value>, status: Value| -> Workspace {
+            serde_json::from_value(json!({
+                "metadata": { "name": "dev" }, "spec": { "template": "t", "import": import }, "status": status,
+            }))
+            .unwrap()
+        };
+        let import = || Some(json!({ "archive": "ab".repeat(32) }));
+        let table = [
+            (None, "--name"),
+            (Some(there(None, json!({ "phase": "Failed" }))), "--name"),
+            (Some(there(import(), json!({ "phase": "Stopped", "imported": true }))), "--name"),
+            (Some(there(import(), json!({ "phase": "Failed" }))), "delete it, and import again: kibo workspace delete"),
+            (Some(there(import(), json!({ "phase": "Creating" }))), "let that end"),
+        ];
+        for (there, next) in table {
+            let error = taken(&subject, there.as_ref());
+            assert_eq!(error.kind, Kind::Aborted);
+            assert!(error.next.as_deref().is_some_and(|said| said.contains(next)), "{error:?}");
         }
-    }
-
-    fn prefix(spec: Value, volume: Option<Amount>) -> Prefix {
-        Prefix::new(Description {
-            exported_at: "2026-11-30T09:00:00Z".to_owned(),
-            origin: Origin { namespace: "team".into(), name: "dev".into(), id: String::new() },
-            labels: [("a".to_owned(), "b".to_owned())].into(),
-            spec: serde_json::from_value(spec).unwrap(),
-            root_image: Some("debian-12".to_owned()),
-            layer: Amount::mib(2048),
-            volume,
-            data: Amount::mib(1),
-        })
-        .unwrap()
-    }
-
-    #[test]
-    fn the_workspace_is_as_it_was_and_placed_anew() {
-        let spec = json!({
-            "template": "t", "resources": { "cpu": "2" }, "annotations": { "n": "x" },
-            "writableLayer": { "size": "1Gi", "pool": "theirs" },
-            "volume": { "claim": "data", "mountPath": "/data", "deleteWithWorkspace": true },
-        });
-        let prefix = prefix(spec, Some(Amount::mib(64)));
-        let made = serde_json::to_value(made(&prefix, &args(&["--volume-pool", "fast"])).unwrap()).unwrap();
-        assert_eq!(made["metadata"], json!({ "name": "dev", "labels": { "a": "b" } }));
-        let mut spec = made["spec"].clone();
-        let power = spec.as_object_mut().unwrap().remove("power").unwrap();
-        assert_eq!(power["state"], "Stopped");
-        assert_eq!(
-            spec,
-            json!({
-                "template": "t", "resources": { "cpu": "2" }, "annotations": { "n": "x" },
-                "writableLayer": { "size": "2048Mi" },
-                "volume": {
-                    "new": { "size": "64Mi", "pool": "fast" }, "mountPath": "/data", "deleteWithWorkspace": true,
-                },
-                "import": { "archive": prefix.id(), "volume": true },
-            })
-        );
-    }
-
-    #[test]
-    fn a_volume_without_bytes_is_made_as_it_would_have_been_or_left_out() {
-        let new =
-            json!({ "template": "t", "volume": { "new": { "size": "1Gi", "pool": "theirs" }, "mountPath": "/d" } });
-        let made_new = made(&prefix(new, None), &args(&["--name", "other"])).unwrap();
-        assert_eq!(made_new.name_any(), "other");
-        let elsewhere = made(&prefix(json!({ "template": "t" }), None), &args(&["--template", "theirs"])).unwrap();
-        assert_eq!(elsewhere.spec.template, "theirs");
-        let volume = serde_json::to_value(&made_new.spec.volume).unwrap();
-        assert_eq!(volume, json!({ "new": { "size": "1Gi" }, "mountPath": "/d", "deleteWithWorkspace": false }));
-        assert!(!made_new.spec.import.unwrap().volume);
-        let claim = json!({ "template": "t", "volume": { "claim": "data", "mountPath": "/d" } });
-        assert!(made(&prefix(claim, None), &args(&[])).unwrap().spec.volume.is_none());
-        let none = made(&prefix(json!({ "template": "t" }), None), &args(&["--volume-pool", "p"])).unwrap_err();
-        assert_eq!(none.kind, Kind::Usage);
     }
 }

@@ -11,7 +11,8 @@ use futures::stream::BoxStream;
 use super::{
     StoreArgs,
     file::{self, FileSink},
-    s3::{Bucket, Upload},
+    s3,
+    upload::Upload,
 };
 use crate::errors::Result;
 
@@ -26,10 +27,17 @@ impl FromStr for Location {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let Some((scheme, rest)) = text.split_once("://") else {
-            return if text.is_empty() { Err("must not be empty".to_owned()) } else { Ok(Self::File(text.into())) };
+            return match text {
+                "" => Err("must not be empty".to_owned()),
+                "-" => Err("is no place for an archive: give the path of a file (./- is one of that name)".to_owned()),
+                directory if directory.ends_with('/') => Err("must be the path of a file".to_owned()),
+                path => Ok(Self::File(path.into())),
+            };
         };
         match scheme {
-            "file" if rest.starts_with('/') && Path::new(rest).file_name().is_some() => Ok(Self::File(rest.into())),
+            "file" if rest.starts_with('/') && !rest.ends_with('/') && Path::new(rest).file_name().is_some() => {
+                Ok(Self::File(rest.into()))
+            }
             "file" => Err("must be file:///PATH, with the whole path of a file".to_owned()),
             "s3" => match rest.split_once('/') {
                 Some((bucket, key)) if !bucket.is_empty() && !key.is_empty() && !key.ends_with('/') => {
@@ -54,14 +62,15 @@ impl std::fmt::Display for Location {
 /// An archive that is being read.
 pub struct Source {
     pub pieces: BoxStream<'static, Result<Bytes>>,
-    pub size: u64,
+    /// Absent: nobody knows it yet.
+    pub size: Option<u64>,
 }
 
 impl Location {
     pub async fn read(&self, store: &StoreArgs) -> Result<Source> {
         match self {
             Self::File(path) => file::read(path).await,
-            Self::S3 { bucket, key } => Bucket::read(bucket, key, store).await,
+            Self::S3 { bucket, key } => s3::read(bucket, key, store).await,
         }
     }
 
@@ -69,7 +78,7 @@ impl Location {
     pub async fn create(&self, store: &StoreArgs) -> Result<Sink> {
         Ok(match self {
             Self::File(path) => Sink::File(FileSink::create(path)?),
-            Self::S3 { bucket, key } => Sink::S3(Bucket::create(bucket, key, store).await?),
+            Self::S3 { bucket, key } => Sink::S3(s3::create(bucket, key, store).await?),
         })
     }
 }
@@ -96,7 +105,7 @@ impl Sink {
     }
 
     /// From here on it is there, and safe.
-    pub async fn complete(self) -> Result<()> {
+    pub async fn complete(&mut self) -> Result<()> {
         match self {
             Self::File(file) => file.complete().await,
             Self::S3(upload) => upload.complete().await,
@@ -121,11 +130,24 @@ mod tests {
         let s3 = |bucket: &str, key: &str| Ok(Location::S3 { bucket: bucket.into(), key: key.into() });
         assert_eq!(is("dev.kibo"), Ok(Location::File("dev.kibo".into())));
         assert_eq!(is("a:b"), Ok(Location::File("a:b".into())));
+        assert_eq!(is("./-"), Ok(Location::File("./-".into())));
         assert_eq!(is("file:///backups/dev"), Ok(Location::File("/backups/dev".into())));
         assert_eq!(is("s3://b/k"), s3("b", "k"));
         assert_eq!(is("s3://b/a/k.kibo"), s3("b", "a/k.kibo"));
-        for bad in ["", "file://host/x", "file://", "file:///", "s3://b", "s3://b/", "s3:///k", "s3://b/d/", "gs://b/k"]
-        {
+        for bad in [
+            "",
+            "-",
+            "backups/",
+            "file:///backups/",
+            "file://host/x",
+            "file://",
+            "file:///",
+            "s3://b",
+            "s3://b/",
+            "s3:///k",
+            "s3://b/d/",
+            "gs://b/k",
+        ] {
             assert!(is(bad).is_err(), "{bad}");
         }
     }

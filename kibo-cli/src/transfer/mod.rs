@@ -3,11 +3,14 @@
 //! The archive is made and read by a node; here it only passes through, in pieces, between the aggregated API and a file
 //! or an object store. It gets its name when it is complete, and an import that is given up takes its Workspace with it.
 
+mod cancel;
 mod export;
 mod file;
 mod import;
 mod location;
+mod made;
 mod s3;
+mod upload;
 
 use std::{pin::pin, time::Duration};
 
@@ -25,6 +28,8 @@ pub enum Command {
     Export(export::Export),
     /// Make a stopped Workspace out of an archive
     Import(Box<import::Import>),
+    /// End an export or an import of somebody who is not there to end it
+    Cancel(cancel::Cancel),
 }
 
 /// How an object store is reached.
@@ -39,6 +44,7 @@ pub async fn run(cluster: &Cluster, command: Command) -> Result<()> {
     match command {
         Command::Export(args) => export::run(cluster, args).await,
         Command::Import(args) => Box::pin(import::run(cluster, *args)).await,
+        Command::Cancel(args) => cancel::run(cluster, args).await,
     }
 }
 

@@ -1,27 +1,23 @@
 //! Archives in object stores that speak S3. Credentials come from the environment, as for every other client of them.
 
-use std::{collections::VecDeque, time::Duration};
+use std::time::Duration;
 
 use bytes::Bytes;
-use futures::StreamExt as _;
+use futures::{
+    StreamExt as _,
+    stream::{self, BoxStream},
+};
 use object_store::{
-    ClientConfigKey, MultipartUpload, ObjectStoreExt as _, PutPayload, RetryConfig,
+    ClientConfigKey, ClientOptions, GetOptions, GetRange, HeaderMap, HeaderValue, ObjectStore as _,
+    ObjectStoreExt as _, RetryConfig,
     aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey},
+    client::{HttpClient, HttpConnector, ReqwestConnector},
     path::Path,
 };
-use tokio::task::JoinSet;
 
-use super::{StoreArgs, location::Source};
-use crate::{
-    errors::{Error, Kind, Result, root},
-    output::remark,
-};
+use super::{StoreArgs, location::Source, upload::Upload};
+use crate::errors::{Error, Kind, Result, root};
 
-/// Stores want parts of at least 5 MiB, and at most 10,000 of them.
-const SMALLEST_PART: u64 = 8 << 20;
-const PARTS: u64 = 9_000;
-/// Parts on their way at once.
-const AT_ONCE: usize = 4;
 /// One after the other; a store that is not there is reported after seconds.
 const RETRIES: usize = 6;
 
@@ -55,13 +51,20 @@ impl Use {
 /// Longer than any transfer.
 const NEVER: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
-pub struct Bucket {
-    store: AmazonS3,
-    name: String,
+/// Has a store refuse what would take the place of another object, if it knows the condition. For the last request of an
+/// upload only: the same header means something else in every other one.
+#[derive(Debug)]
+struct OnlyNew;
+
+impl HttpConnector for OnlyNew {
+    fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
+        let condition = HeaderMap::from_iter([(http::header::IF_NONE_MATCH, HeaderValue::from_static("*"))]);
+        ReqwestConnector::default().connect(&options.clone().with_default_headers(condition))
+    }
 }
 
 /// A failure of the store, with what it was about.
-fn failed(what: &str, object: &str, error: &object_store::Error) -> Error {
+pub fn failed(what: &str, object: &str, error: &object_store::Error) -> Error {
     use object_store::Error as E;
     let kind = match error {
         E::NotFound { .. } => Kind::NotFound,
@@ -80,149 +83,105 @@ fn failed(what: &str, object: &str, error: &object_store::Error) -> Error {
     }
 }
 
-impl Bucket {
-    fn open(name: &str, args: &StoreArgs, what_for: Use) -> Result<Self> {
-        // The HTTP client of the store takes the one that the program has; the cluster's client brings its own.
-        let _ = rustls::crypto::ring::default_provider().install_default();
-        let retry = RetryConfig { max_retries: RETRIES, retry_timeout: what_for.retry_for(), ..RetryConfig::default() };
-        let limit = |key, limit: Duration| (AmazonS3ConfigKey::Client(key), format!("{}s", limit.as_secs()));
-        let (whole, silence) =
-            (limit(ClientConfigKey::Timeout, NEVER), limit(ClientConfigKey::ReadTimeout, what_for.silence()));
-        let mut builder = AmazonS3Builder::from_env()
-            .with_bucket_name(name)
-            .with_retry(retry)
-            .with_config(whole.0, whole.1)
-            .with_config(silence.0, silence.1);
-        let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-        let known = || variable("AWS_ENDPOINT_URL_S3").or_else(|| variable("AWS_ENDPOINT_URL"));
-        if let Some(endpoint) = args.s3_endpoint.clone().or_else(known) {
-            // Who names a store without TLS means it.
-            builder = builder.with_allow_http(endpoint.starts_with("http://")).with_endpoint(endpoint);
-        }
-        let store = builder.build().map_err(|error| failed("cannot use the bucket", name, &error))?;
-        Ok(Self { store, name: name.to_owned() })
-    }
-
-    fn object(&self, key: &str) -> Result<(Path, String)> {
-        let name = format!("s3://{}/{key}", self.name);
-        let path = Path::parse(key).map_err(|error| Error::invalid(format!("{name}: {error}")))?;
-        Ok((path, name))
-    }
-
-    pub async fn read(bucket: &str, key: &str, args: &StoreArgs) -> Result<Source> {
-        let bucket = Self::open(bucket, args, Use::Read)?;
-        let (path, name) = bucket.object(key)?;
-        let found = bucket.store.get(&path).await.map_err(|error| failed("cannot read", &name, &error))?;
-        let size = found.meta.size;
-        let pieces = found.into_stream().map(move |piece| piece.map_err(|error| failed("cannot read", &name, &error)));
-        Ok(Source { pieces: pieces.boxed(), size })
-    }
-
-    pub async fn create(bucket: &str, key: &str, args: &StoreArgs) -> Result<Upload> {
-        let bucket = Self::open(bucket, args, Use::Write)?;
-        let (path, name) = bucket.object(key)?;
-        bucket.is_free(&path, &name).await?;
-        let parts = bucket.store.put_multipart(&path).await.map_err(|error| failed("cannot write", &name, &error))?;
-        Ok(Upload {
-            parts,
-            bucket,
-            path,
-            name,
-            part: SMALLEST_PART,
-            pieces: VecDeque::new(),
-            gathered: 0,
-            sending: JoinSet::new(),
-        })
-    }
-
-    async fn is_free(&self, path: &Path, name: &str) -> Result<()> {
-        match self.store.head(path).await {
-            Err(object_store::Error::NotFound { .. }) => Ok(()),
-            Err(error) => Err(failed("cannot write", name, &error)),
-            Ok(_) => Err(Error::new(Kind::FailedPrecondition, format!("{name} exists already"))
-                .next("give another key, or remove it: an archive replaces nothing")),
-        }
+fn builder(bucket: &str, args: &StoreArgs, what_for: Use) -> AmazonS3Builder {
+    // The HTTP client of the store takes the one that the program has; the cluster's client brings its own.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let retry = RetryConfig { max_retries: RETRIES, retry_timeout: what_for.retry_for(), ..RetryConfig::default() };
+    let limit = |key, limit: Duration| (AmazonS3ConfigKey::Client(key), format!("{}s", limit.as_secs()));
+    let (whole, silence) =
+        (limit(ClientConfigKey::Timeout, NEVER), limit(ClientConfigKey::ReadTimeout, what_for.silence()));
+    let builder = AmazonS3Builder::from_env()
+        .with_bucket_name(bucket)
+        .with_retry(retry)
+        .with_config(whole.0, whole.1)
+        .with_config(silence.0, silence.1);
+    let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let known = || variable("AWS_ENDPOINT_URL_S3").or_else(|| variable("AWS_ENDPOINT_URL"));
+    match args.s3_endpoint.clone().or_else(known) {
+        // Who names a store without TLS means it.
+        Some(endpoint) => builder.with_allow_http(endpoint.starts_with("http://")).with_endpoint(endpoint),
+        None => builder,
     }
 }
 
-/// An upload in parts: the object is there when it is completed, or not at all.
-pub struct Upload {
-    parts: Box<dyn MultipartUpload>,
-    bucket: Bucket,
+fn open(bucket: &str, builder: AmazonS3Builder) -> Result<AmazonS3> {
+    builder.build().map_err(|error| failed("cannot use the bucket", bucket, &error))
+}
+
+/// The key, and the object as people name it.
+fn object(bucket: &str, key: &str) -> Result<(Path, String)> {
+    let name = format!("s3://{bucket}/{key}");
+    let path = Path::parse(key).map_err(|error| Error::invalid(format!("{name}: {error}")))?;
+    Ok((path, name))
+}
+
+pub async fn read(bucket: &str, key: &str, args: &StoreArgs) -> Result<Source> {
+    let store = open(bucket, builder(bucket, args, Use::Read))?;
+    let (path, name) = object(bucket, key)?;
+    let found = store.get(&path).await.map_err(|error| failed("cannot read", &name, &error))?;
+    let (size, e_tag) = (found.meta.size, found.meta.e_tag.clone());
+    let reading = Reading { store, path, name, e_tag, at: 0, begun_at: 0, body: found.into_stream() };
+    Ok(Source { pieces: reading.pieces(), size: Some(size) })
+}
+
+/// An object that is being read. The store's client takes it up again a few times where it broke off; here it begins anew
+/// with that as long as more of it comes, since a large one takes as many days as its node needs for it.
+struct Reading {
+    store: AmazonS3,
     path: Path,
     name: String,
-    /// Size of a part; the last one is smaller.
-    part: u64,
-    pieces: VecDeque<Bytes>,
-    gathered: u64,
-    sending: JoinSet<object_store::Result<()>>,
+    /// Tells the object from one that takes its place.
+    e_tag: Option<String>,
+    at: u64,
+    /// Of the current request.
+    begun_at: u64,
+    body: BoxStream<'static, object_store::Result<Bytes>>,
 }
 
-impl Upload {
-    pub fn expect(&mut self, bytes: u64) {
-        self.part = SMALLEST_PART.max(bytes.div_ceil(PARTS));
+impl Reading {
+    fn pieces(self) -> BoxStream<'static, Result<Bytes>> {
+        let next = |reading: Option<Self>| async move {
+            let mut reading = reading?;
+            let piece = reading.next().await?;
+            // After a failure there is nothing more.
+            let reading = Some(reading).filter(|_| piece.is_ok());
+            Some((piece, reading))
+        };
+        stream::unfold(Some(self), next).boxed()
     }
 
-    fn failed(&self, error: &object_store::Error) -> Error {
-        failed("cannot write", &self.name, error)
-    }
-
-    pub async fn write(&mut self, mut piece: Bytes) -> Result<()> {
-        while !piece.is_empty() {
-            let room = usize::try_from(self.part - self.gathered).unwrap_or(usize::MAX);
-            let taken = piece.split_to(room.min(piece.len()));
-            self.gathered += taken.len() as u64;
-            self.pieces.push_back(taken);
-            if self.gathered == self.part {
-                self.send().await?;
+    async fn next(&mut self) -> Option<Result<Bytes>> {
+        loop {
+            match self.body.next().await? {
+                Ok(piece) => {
+                    self.at += piece.len() as u64;
+                    return Some(Ok(piece));
+                }
+                Err(broken) if self.at == self.begun_at || self.e_tag.is_none() => {
+                    return Some(Err(failed("cannot read", &self.name, &broken)));
+                }
+                Err(_) => {
+                    let rest = GetOptions {
+                        range: Some(GetRange::Offset(self.at)),
+                        if_match: self.e_tag.clone(),
+                        ..GetOptions::default()
+                    };
+                    match self.store.get_opts(&self.path, rest).await {
+                        Ok(rest) => (self.begun_at, self.body) = (self.at, rest.into_stream()),
+                        Err(error) => return Some(Err(failed("cannot read", &self.name, &error))),
+                    }
+                }
             }
         }
-        Ok(())
     }
+}
 
-    async fn send(&mut self) -> Result<()> {
-        while self.sending.len() >= AT_ONCE {
-            self.sent().await?;
-        }
-        self.gathered = 0;
-        let part: PutPayload = self.pieces.drain(..).collect();
-        self.sending.spawn(self.parts.put_part(part));
-        Ok(())
-    }
-
-    /// Waits for one of those that are under way.
-    async fn sent(&mut self) -> Result<()> {
-        match self.sending.join_next().await {
-            None | Some(Ok(Ok(()))) => Ok(()),
-            Some(Ok(Err(error))) => Err(self.failed(&error)),
-            Some(Err(error)) => Err(Error::new(Kind::Other, format!("cannot write {}: {error}", self.name))),
-        }
-    }
-
-    pub async fn complete(mut self) -> Result<()> {
-        let done = self.finish().await;
-        if done.is_err() {
-            self.abort().await;
-        }
-        done
-    }
-
-    async fn finish(&mut self) -> Result<()> {
-        if self.gathered > 0 {
-            self.send().await?;
-        }
-        while !self.sending.is_empty() {
-            self.sent().await?;
-        }
-        // Somebody else may have been faster.
-        self.bucket.is_free(&self.path, &self.name).await?;
-        self.parts.complete().await.map(drop).map_err(|error| self.failed(&error))
-    }
-
-    pub async fn abort(mut self) {
-        self.sending.shutdown().await;
-        if let Err(error) = self.parts.abort().await {
-            remark(&format!("the parts of {} that were uploaded could not be removed: {}", self.name, root(&error)));
-        }
-    }
+pub async fn create(bucket: &str, key: &str, args: &StoreArgs) -> Result<Upload> {
+    let (path, name) = object(bucket, key)?;
+    let store = open(bucket, builder(bucket, args, Use::Write))?;
+    let only_new = builder(bucket, args, Use::Write)
+        // Whoever gives them out is asked without the condition.
+        .with_credentials(store.credentials().clone())
+        .with_http_connector(OnlyNew);
+    Upload::begin(store, open(bucket, only_new)?, path, name).await
 }

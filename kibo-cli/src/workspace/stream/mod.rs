@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// Where the aggregated API serves the parts of a Workspace.
-fn path(subject: &Subject, subresource: &str) -> String {
+pub fn path(subject: &Subject, subresource: &str) -> String {
     let namespace = subject.namespace.as_deref().unwrap_or_default();
     let name = &subject.name;
     format!("{AGGREGATED_API}/namespaces/{namespace}/workspaces/{name}/{subresource}")
