@@ -1,8 +1,10 @@
 //! A server that speaks S3, for one test.
 
+use std::io;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::Stdio;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -52,31 +54,110 @@ impl ObjectStore {
 
     /// The same store behind a line that gives this many bytes in a second, as long as what comes with it is there.
     pub async fn slowly(&self, bytes: usize) -> Result<(String, JoinSet<()>)> {
+        self.behind(move |client, address| async move { carry_slowly(client, &address, bytes).await }).await
+    }
+
+    /// The same store behind a line that breaks after so many bytes, each time.
+    pub async fn brittle(&self, bytes: u64) -> Result<(String, JoinSet<()>)> {
+        self.behind(move |mut client, address| async move {
+            let mut store = TcpStream::connect(&*address).await?;
+            let ((mut from_client, mut to_client), (from_store, mut to_store)) = (client.split(), store.split());
+            let down = async {
+                copy(&mut from_store.take(bytes), &mut to_client).await?;
+                // Not even an end: what it carried is cut off in the middle.
+                Err::<(), _>(io::Error::other("it broke"))
+            };
+            tokio::try_join!(copy(&mut from_client, &mut to_store), down)?;
+            Ok(())
+        })
+        .await
+    }
+
+    /// Accepts connections and carries each as `carry` does it, which is given the address of the store.
+    async fn behind<F>(
+        &self,
+        carry: impl Fn(TcpStream, Arc<str>) -> F + Send + 'static,
+    ) -> Result<(String, JoinSet<()>)>
+    where
+        F: Future<Output = Result<()>> + Send + 'static,
+    {
         let listener = AsyncListener::bind("127.0.0.1:0").await?;
         let url = format!("http://{}", listener.local_addr()?);
-        let address = self.url.trim_start_matches("http://").to_owned();
+        let address: Arc<str> = self.url.trim_start_matches("http://").into();
         let mut line = JoinSet::new();
         line.spawn(async move {
             let mut connections = JoinSet::new();
             while let Ok((client, _)) = listener.accept().await {
-                let address = address.clone();
+                let carried = carry(client, address.clone());
                 // Who breaks off is none of the line's business.
-                connections.spawn(async move { drop(carry_slowly(client, &address, bytes).await) });
+                connections.spawn(async move { drop(carried.await) });
             }
         });
         Ok((url, line))
     }
 
+    /// The same store behind a line on which somebody else is faster: before the request with all these words in its head is
+    /// passed on, the store is asked this once.
+    pub async fn before(&self, words: [&'static str; 2], asks: &str) -> Result<(String, JoinSet<()>)> {
+        let asked = Arc::new(self.question(asks));
+        self.behind(move |client, address| {
+            let asked = asked.clone();
+            async move { carry_late(client, &address, words, &asked).await }
+        })
+        .await
+    }
+
     /// Asks it, with a line of Python that knows `s3`, and gives what that prints.
     pub async fn ask(&self, line: &str) -> Result<String> {
+        self.question(line).put().await
+    }
+
+    fn question(&self, line: &str) -> Question {
         let client = "import boto3; s3 = boto3.client('s3', endpoint_url=URL, region_name='us-east-1', \
                       aws_access_key_id='test', aws_secret_access_key='test')";
         let script = format!("URL={:?}; {client}; {line}", self.url);
-        let output = Command::new("python3").env("PYTHONPATH", &self.packages).args(["-c", &script]).output().await?;
+        Question { packages: self.packages.clone(), script }
+    }
+}
+
+/// A line of Python for the store.
+struct Question {
+    packages: PathBuf,
+    script: String,
+}
+
+impl Question {
+    async fn put(&self) -> Result<String> {
+        let Self { packages, script } = self;
+        let output = Command::new("python3").env("PYTHONPATH", packages).args(["-c", script]).output().await?;
         let said = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-        ensure!(output.status.success(), "{line}: {said} {}", String::from_utf8_lossy(&output.stderr));
+        ensure!(output.status.success(), "{script}: {said} {}", String::from_utf8_lossy(&output.stderr));
         Ok(said)
     }
+}
+
+/// The head of a request comes in one piece, since its client writes it so.
+async fn carry_late(mut client: TcpStream, address: &str, words: [&str; 2], asked: &Question) -> Result<()> {
+    let mut store = TcpStream::connect(address).await?;
+    let ((mut from_client, mut to_client), (mut from_store, mut to_store)) = (client.split(), store.split());
+    let up = async {
+        let mut piece = vec![0; 64 << 10];
+        loop {
+            let length = from_client.read(&mut piece).await?;
+            if length == 0 {
+                to_store.shutdown().await?;
+                return anyhow::Ok(());
+            }
+            let head = String::from_utf8_lossy(&piece[..length.min(2048)]).into_owned();
+            if words.iter().all(|word| head.contains(word)) {
+                asked.put().await?;
+            }
+            to_store.write_all(&piece[..length]).await?;
+        }
+    };
+    let down = async { anyhow::Ok(copy(&mut from_store, &mut to_client).await.map(drop)?) };
+    tokio::try_join!(up, down)?;
+    Ok(())
 }
 
 async fn carry_slowly(mut client: TcpStream, address: &str, bytes: usize) -> Result<()> {
