@@ -73,13 +73,25 @@ pub fn failed(what: &str, object: &str, error: &object_store::Error) -> Error {
         E::AlreadyExists { .. } | E::Precondition { .. } => Kind::FailedPrecondition,
         _ => Kind::Unavailable,
     };
-    let failed = Error::new(kind, format!("{what} {object}: {}", root(error)));
+    let failed = Error::new(kind, format!("{what} {object}: {}", in_words(&root(error))));
     match kind {
         Kind::NotPermitted => {
             failed.next("give the store's credentials in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
         }
         Kind::NotFound => failed.next("check the bucket, the key, and the store (--s3-endpoint)"),
         _ => failed,
+    }
+}
+
+/// Stores say what is wrong in XML, within the words of their client.
+fn in_words(said: &str) -> String {
+    let part = |tag: &str| {
+        let (_, after) = said.split_once(&format!("<{tag}>"))?;
+        after.split_once(&format!("</{tag}>")).map(|(text, _)| text)
+    };
+    match (part("Code"), part("Message")) {
+        (Some(code), Some(message)) => format!("{code}: {message}"),
+        _ => said.to_owned(),
     }
 }
 
@@ -184,4 +196,19 @@ pub async fn create(bucket: &str, key: &str, args: &StoreArgs) -> Result<Upload>
         .with_credentials(store.credentials().clone())
         .with_http_connector(OnlyNew);
     Upload::begin(store, open(bucket, only_new)?, path, name).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_store_says_is_said_without_its_dress() {
+        let said = "Server returned non-2xx status code: 404 Not Found: <?xml version=\"1.0\"?><Error>\
+                    <Code>NoSuchBucket</Code><Message>The specified bucket does not exist</Message></Error>";
+        assert_eq!(in_words(said), "NoSuchBucket: The specified bucket does not exist");
+        for plain in ["error trying to connect: refused", "<Code>half"] {
+            assert_eq!(in_words(plain), plain);
+        }
+    }
 }
