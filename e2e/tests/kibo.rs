@@ -112,9 +112,11 @@ async fn rights(place: Arc<Place>) -> Result<()> {
     let create = ["workspace", "create", "w", "-t", &template, "--as", "nobody"];
     said(&place, &create, 11, "cannot create").await?;
     // What runs on a node is looked for everywhere, unless somebody says where to look.
-    let by_node = ["workspace", "list", "--node", "any", "--as", "nobody"];
-    said(&place, &by_node, 11, "say with -n where it is").await?;
-    said(&place, &[&by_node[..], &["-n", place.namespace()]].concat(), 0, "no Workspaces").await?;
+    let by_node = "kibo workspace list --node any --as nobody";
+    let everywhere = place.bash(by_node).await?;
+    ensure!(everywhere.code == 11 && everywhere.stderr.contains("say with -n where it is"), "{everywhere:?}");
+    let here = place.bash(&format!("{by_node} -n {}", place.namespace())).await?;
+    ensure!(here.code == 0 && here.stderr.contains("no Workspaces"), "{here:?}");
     Ok(())
 }
 
