@@ -1,6 +1,13 @@
-//! What CEL in a schema cannot see: deletes, as ValidatingAdmissionPolicies.
+//! What CEL in a schema cannot do: refuse deletes (ValidatingAdmissionPolicies), and give a new object its finalizer
+//! (a MutatingAdmissionPolicy).
 
 use k8s_openapi::api::admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding};
+use kube::{
+    core::{DynamicObject, GroupVersionKind},
+    discovery::ApiResource,
+};
+
+use crate::WORKSPACE_FINALIZER;
 
 /// A policy with the binding that puts it in force.
 pub struct Policy {
@@ -30,6 +37,43 @@ pub fn all() -> Vec<Policy> {
             "'the default OvercommitPolicy cannot be deleted: set its ratios to 1 instead'",
         ),
     ]
+}
+
+/// An object of a kind that older API servers do not have.
+pub struct Optional {
+    pub resource: ApiResource,
+    pub object: DynamicObject,
+}
+
+/// A Workspace is the operator's own from its creation on, which spares a write for each. Kubernetes has the kind since
+/// 1.36. It is allowed to fail: a Workspace that came without the finalizer gets it from the operator.
+pub fn own_new_workspaces() -> [Optional; 2] {
+    const NAME: &str = "kibotos-own-new-workspaces";
+    let add = format!(
+        "has(object.metadata.finalizers) \
+         ? [JSONPatch{{op: 'add', path: '/metadata/finalizers/-', value: '{WORKSPACE_FINALIZER}'}}] \
+         : [JSONPatch{{op: 'add', path: '/metadata/finalizers', value: ['{WORKSPACE_FINALIZER}']}}]"
+    );
+    let is_missing =
+        format!("!has(object.metadata.finalizers) || !('{WORKSPACE_FINALIZER}' in object.metadata.finalizers)");
+    let policy = serde_json::json!({
+        "failurePolicy": "Ignore",
+        "reinvocationPolicy": "Never",
+        "matchConstraints": { "resourceRules": [{
+            "apiGroups": [crate::GROUP],
+            "apiVersions": ["*"],
+            "operations": ["CREATE"],
+            "resources": ["workspaces"],
+        }]},
+        "matchConditions": [{ "name": "finalizer-is-missing", "expression": is_missing }],
+        "mutations": [{ "patchType": "JSONPatch", "jsonPatch": { "expression": add } }],
+    });
+    let binding = serde_json::json!({ "policyName": NAME });
+    [("MutatingAdmissionPolicy", policy), ("MutatingAdmissionPolicyBinding", binding)].map(|(kind, spec)| {
+        let resource = ApiResource::from_gvk(&GroupVersionKind::gvk("admissionregistration.k8s.io", "v1", kind));
+        let object = DynamicObject::new(NAME, &resource).data(serde_json::json!({ "spec": spec }));
+        Optional { resource, object }
+    })
 }
 
 fn refuse_delete(name: &str, resource: &str, allowed_when: &str, message: &str) -> Policy {

@@ -67,6 +67,10 @@ pub fn files() -> Result<Vec<(String, String)>, serde_yaml::Error> {
             format!("{}---\n{}", serde_yaml::to_string(&policy.policy)?, serde_yaml::to_string(&policy.binding)?);
         files.push((format!("policy-{name}.yaml"), text));
     }
+    let [policy, binding] = policy::own_new_workspaces().map(|optional| optional.object);
+    let name = policy.metadata.name.clone().unwrap_or_default();
+    let text = format!("{}---\n{}", serde_yaml::to_string(&policy)?, serde_yaml::to_string(&binding)?);
+    files.push((format!("policy-{name}.yaml"), text));
     Ok(files)
 }
 

@@ -46,7 +46,6 @@ const WORKSPACES: usize = 12;
 /// In the operator, in their order.
 const OPERATOR: Steps = Steps {
     create: &[
-        "finalizer-added",
         "before-create-volume",
         "before-bind-volume",
         "before-start",

@@ -4,10 +4,14 @@ use std::time::Duration;
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kibo_crds::{FIELD_MANAGER, overcommit_policy};
-use kibo_crds::{Node, OvercommitPolicy, StoragePool, Template, Volume, Workspace, WorkspaceTombstone, policy, yaml};
+use kibo_crds::{
+    Node, OvercommitPolicy, StoragePool, Template, Volume, Workspace, WorkspaceTombstone,
+    policy::{self, Optional},
+    yaml,
+};
 use kube::{
     Api, Client, Resource, ResourceExt as _,
-    api::{ListParams, Patch, PatchParams, PostParams},
+    api::{DynamicObject, ListParams, Patch, PatchParams, PostParams},
     runtime::wait::{await_condition, conditions},
 };
 use serde::{Serialize, de::DeserializeOwned};
@@ -41,6 +45,7 @@ pub async fn apply(client: &Client) -> Result<(), ApplyError> {
         server_side_apply(&Api::all(client.clone()), &policy.policy).await?;
         server_side_apply(&Api::all(client.clone()), &policy.binding).await?;
     }
+    own_new_workspaces(client).await?;
     served::<Node>(client).await?;
     served::<StoragePool>(client).await?;
     served::<OvercommitPolicy>(client).await?;
@@ -53,9 +58,39 @@ pub async fn apply(client: &Client) -> Result<(), ApplyError> {
     Ok(())
 }
 
+/// Where the API server has such policies; elsewhere the operator gives each Workspace its finalizer by a write of its own.
+async fn own_new_workspaces(client: &Client) -> Result<(), ApplyError> {
+    for Optional { resource, object } in policy::own_new_workspaces() {
+        let api = Api::<DynamicObject>::all_with(client.clone(), &resource);
+        match apply_object(&api, &object).await {
+            Err(kube::Error::Api(status)) if status.code == 404 => {
+                tracing::info!(
+                    kind = resource.kind,
+                    "the API server has no such kind: each new Workspace costs one write more"
+                );
+                return Ok(());
+            }
+            applied => applied.map_err(|error| failed(&resource.kind, &object.name_any(), error))?,
+        }
+    }
+    Ok(())
+}
+
 async fn server_side_apply<K>(api: &Api<K>, object: &K) -> Result<(), ApplyError>
 where
     K: Resource<DynamicType = ()> + Clone + std::fmt::Debug + Serialize + DeserializeOwned,
+{
+    let applied = apply_object(api, object).await;
+    applied.map_err(|error| failed(&K::kind(&()), &object.name_any(), error))
+}
+
+fn failed(kind: &str, name: &str, error: kube::Error) -> ApplyError {
+    ApplyError::Apply { kind: kind.to_owned(), name: name.to_owned(), source: Box::new(error) }
+}
+
+async fn apply_object<K>(api: &Api<K>, object: &K) -> Result<(), kube::Error>
+where
+    K: Resource + Clone + std::fmt::Debug + Serialize + DeserializeOwned,
 {
     let name = object.name_any();
     let params = PatchParams::apply(FIELD_MANAGER).force();
@@ -65,14 +100,10 @@ where
         match api.patch(&name, &params, &Patch::Apply(object)).await {
             Ok(_) => return Ok(()),
             Err(kube::Error::Api(status)) if status.is_conflict() => last = Some(kube::Error::Api(status)),
-            Err(error) => {
-                last = Some(error);
-                break;
-            }
+            Err(error) => return Err(error),
         }
     }
-    let source = Box::new(last.unwrap_or_else(|| kube::Error::Service("no answer".into())));
-    Err(ApplyError::Apply { kind: K::kind(&()).into_owned(), name, source })
+    Err(last.unwrap_or_else(|| kube::Error::Service("no answer".into())))
 }
 
 async fn established(client: &Client, name: &str) -> Result<(), ApplyError> {

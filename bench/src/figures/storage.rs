@@ -15,7 +15,7 @@ use crate::{
     spread::Spread,
 };
 
-const ROUNDS: usize = 3;
+const ROUNDS: usize = 9;
 const AIM: Aim = Aim::AtLeast(0.95);
 const WORKSPACE: &str = "storage";
 const MIB: f64 = 1_048_576.0;

@@ -60,6 +60,7 @@ pub struct NodeControl {
     pub ctx: Ctx,
     pub usage: Arc<dyn Usage>,
     pub(super) isolating: isolation::Running,
+    pub(super) sightings: isolation::Sightings,
     /// Nodes as the watch shows them, for the room of the pools.
     pools: mpsc::UnboundedSender<Arc<Node>>,
     written: Mutex<HashMap<NodeId, Written>>,
@@ -86,7 +87,14 @@ impl Written {
 impl NodeControl {
     /// Every Node that is looked at goes to `pools` too.
     pub fn new(ctx: Ctx, usage: Arc<dyn Usage>, pools: mpsc::UnboundedSender<Arc<Node>>) -> Self {
-        Self { ctx, usage, isolating: isolation::Running::default(), pools, written: Mutex::default() }
+        Self {
+            ctx,
+            usage,
+            isolating: isolation::Running::default(),
+            sightings: isolation::Sightings::default(),
+            pools,
+            written: Mutex::default(),
+        }
     }
 
     pub fn api(&self) -> Api<Node> {
@@ -221,6 +229,8 @@ fn expect(ctx: &Ctx, node: &Node) {
 pub async fn run(controller: Controller<Node>, control: Arc<NodeControl>) {
     let ctx = control.ctx.clone();
     let nodes = controller.store();
+    let ahead = isolation::look_ahead(control.clone(), nodes.clone());
+    ctx.tasks.spawn(ctx.stop.clone().run_until_cancelled_owned(ahead));
     let overcommit = ctx.overcommit.clone();
     let all_nodes = move |policy: OvercommitPolicy| {
         let changed = overcommit.observe(&policy);

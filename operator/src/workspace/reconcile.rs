@@ -302,9 +302,7 @@ pub(super) async fn go(
 async fn add_finalizer(world: &World, workspace: &Workspace) -> Result<Step, StepError> {
     let mut finalizers = workspace.finalizers().to_vec();
     finalizers.push(WORKSPACE_FINALIZER.to_owned());
-    let step = patch_finalizers(world, workspace, &finalizers).await?;
-    kibo_failpoint::reach("finalizer-added").await;
-    Ok(step)
+    patch_finalizers(world, workspace, &finalizers).await
 }
 
 async fn patch_finalizers(world: &World, workspace: &Workspace, finalizers: &[String]) -> Result<Step, StepError> {

@@ -4,6 +4,8 @@
 //! that moves proves that the host is up and reaches the pool. One that stands still proves nothing (its VMs may run
 //! on without their daemon), and neither does one of another life (a host that was set up anew, and waits to be let
 //! in): then the word of the person who ordered the isolation counts.
+//!
+//! What was seen before the order ([`super::ahead`]) counts too: who has stood still for long need not be watched again.
 
 use std::{sync::Arc, time::Duration};
 
@@ -12,13 +14,12 @@ use kibo_crds::{Incarnation, Node, NodeId, PoolId};
 use kibo_protocol::v1::{FenceFile, fence_seen};
 use tokio::time::{Instant, sleep};
 
-use crate::{node::NodeControl, session::NodeSnapshot};
+use super::ahead::shared;
+use crate::node::NodeControl;
 
 /// More than two counts of a daemon that runs.
 const WATCHED_FOR: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// So many members of one pool are asked before it is given up.
-const MEMBERS_ASKED: usize = 3;
 
 /// What was seen of a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,30 +44,6 @@ struct Seen {
     words: String,
 }
 
-/// A pool that the host shares, and who else reaches it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Shared {
-    pool: PoolId,
-    members: Vec<NodeId>,
-}
-
-/// The pools of a node that others with a session reach under the same marker.
-fn shared(victim: &NodeId, node: &Node, sessions: &[NodeSnapshot]) -> Vec<Shared> {
-    let pools = node.status.iter().flat_map(|status| &status.pools).filter(|pool| !pool.uid.is_empty());
-    pools
-        .filter_map(|pool| {
-            let reaches = |session: &&NodeSnapshot| {
-                let has_it = |it: &crate::session::DeclaredPool| it.id == pool.id && it.uid == pool.uid && it.available;
-                session.id != *victim && session.desired_sent && session.pools.iter().any(has_it)
-            };
-            let mut members: Vec<_> = sessions.iter().filter(reaches).map(|session| session.id.clone()).collect();
-            members.sort();
-            members.truncate(MEMBERS_ASKED);
-            (!members.is_empty()).then(|| Shared { pool: pool.id.clone(), members })
-        })
-        .collect()
-}
-
 /// Looks in all shared pools at once.
 pub async fn seek(control: &Arc<NodeControl>, victim: &NodeId, node: &Node, life: Incarnation) -> Evidence {
     let shared = shared(victim, node, &control.ctx.registry.snapshot());
@@ -83,7 +60,7 @@ fn judge(seen: Vec<Seen>) -> Evidence {
 }
 
 /// Asks the members of one pool, one after the other, until one has an answer.
-async fn watch(control: &Arc<NodeControl>, victim: Victim<'_>, shared: &Shared) -> Seen {
+async fn watch(control: &Arc<NodeControl>, victim: Victim<'_>, shared: &super::ahead::Shared) -> Seen {
     let mut problems = Vec::new();
     for member in &shared.members {
         match watch_with(control, victim, &shared.pool, member).await {
@@ -101,12 +78,12 @@ async fn watch_with(
     pool: &PoolId,
     member: &NodeId,
 ) -> Result<Seen, String> {
-    let begun = Instant::now();
     let Victim { node, life } = victim;
     let Some(first) = look(control, node, pool, member).await? else {
         let words = format!("node {node} has no fence file in storage pool {pool}, says node {member}");
         return Ok(Seen { moves: false, words });
     };
+    let begun = control.sightings.unmoved_since(node, pool, &first).unwrap_or_else(Instant::now);
     while begun.elapsed() < WATCHED_FOR {
         sleep(LOOK_EVERY).await;
         if let Some(now) = look(control, node, pool, member).await?.filter(|now| moves(&first, now, life)) {
@@ -120,7 +97,7 @@ async fn watch_with(
         }
     }
     let words = if first.incarnation == life.0 {
-        let (count, seconds) = (first.heartbeat, WATCHED_FOR.as_secs());
+        let (count, seconds) = (first.heartbeat, begun.elapsed().as_secs());
         format!(
             "the count of node {node} in storage pool {pool} stood still at {count} for {seconds} s, says node {member}"
         )
@@ -138,7 +115,7 @@ fn moves(first: &FenceFile, now: &FenceFile, life: Incarnation) -> bool {
     is_of_it(first) && is_of_it(now) && first.heartbeat != now.heartbeat
 }
 
-async fn look(
+pub(super) async fn look(
     control: &Arc<NodeControl>,
     node: &NodeId,
     pool: &PoolId,
@@ -155,66 +132,7 @@ async fn look(
 
 #[cfg(test)]
 mod tests {
-    use kibo_crds::node::{NodePool, NodeSpec, NodeStatus};
-
     use super::*;
-    use crate::session::{Capacity, DeclaredPool, Settings};
-
-    fn session(id: &str, pools: &[(&str, &str, bool)]) -> NodeSnapshot {
-        let pool = |(id, uid, available): &(&str, &str, bool)| DeclaredPool {
-            id: id.parse().unwrap(),
-            uid: (*uid).to_owned(),
-            default: false,
-            available: *available,
-            capacity: None,
-            free: None,
-            used: None,
-            waiting_guests: 0,
-        };
-        NodeSnapshot {
-            id: id.parse().unwrap(),
-            incarnation: Incarnation(1),
-            session_id: "s".into(),
-            labels: std::collections::BTreeMap::new(),
-            capacity: Capacity::default(),
-            settings: Settings::default(),
-            settings_confirmed: true,
-            desired_sent: true,
-            pools: pools.iter().map(pool).collect(),
-            last_assigned: None,
-            clock_over: Some(false),
-            memory_tight: false,
-        }
-    }
-
-    #[test]
-    fn those_who_reach_the_same_pool_are_asked() {
-        let mut node = Node::new("a", NodeSpec::default());
-        let pool = |id: &str, uid: &str| NodePool {
-            id: id.parse().unwrap(),
-            uid: uid.into(),
-            default: false,
-            available: true,
-            capacity: None,
-            free: None,
-            used: None,
-            waiting_guests: 0,
-        };
-        let pools = vec![pool("own", "u-own"), pool("shared", "u-1"), pool("other", "u-2")];
-        node.status = Some(NodeStatus { pools, ..NodeStatus::default() });
-        let sessions = [
-            session("a", &[("shared", "u-1", true)]),
-            session("d", &[("shared", "u-1", true)]),
-            session("b", &[("shared", "u-1", true), ("own", "another", true)]),
-            session("c", &[("shared", "u-1", false), ("other", "u-2", true)]),
-        ];
-        let found = shared(&"a".parse().unwrap(), &node, &sessions);
-        let named: Vec<_> = found
-            .iter()
-            .map(|it| (it.pool.as_str(), it.members.iter().map(NodeId::as_str).collect::<Vec<_>>()))
-            .collect();
-        assert_eq!(named, [("shared", vec!["b", "d"]), ("other", vec!["c"])]);
-    }
 
     #[test]
     fn only_this_life_is_proved_by_a_count() {

@@ -6,11 +6,13 @@
 //! go of it, each by its own guarded write. Every step begins from what is stored, so a leader that dies anywhere
 //! leaves the next one to go on, and nothing is counted twice.
 
+mod ahead;
 mod carry_out;
 mod census;
 mod evidence;
 mod plan;
 
+pub use ahead::{Sightings, run as look_ahead};
 pub use carry_out::{Running, ensure};
 pub use plan::{Fence, carried_out, fence, verdict};
 
