@@ -8,10 +8,11 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use futures::{StreamExt as _, TryStreamExt as _};
 use kibo_crds::workspace::WorkspacePhase;
-use kibo_crds::{MilliCpu, Node, Workspace};
+use kibo_crds::{MilliCpu, Node, WORKSPACE_FINALIZER, Workspace};
 use kibo_e2e::local::process::virtual_machines;
 use kibo_e2e::suite::{Place, START, STOP, Suite, condition, eventually, execution, has_failed, is_available, why};
-use kube::api::ListParams;
+use kube::ResourceExt as _;
+use kube::api::{Api, ListParams, PostParams};
 use kube::runtime::{WatchStreamExt as _, watcher};
 use serde_json::json;
 
@@ -20,6 +21,7 @@ fn main() -> ExitCode {
         .test("two_workspaces_go_to_two_nodes", spreads)
         .test("a_pin_is_kept_or_fails", pins)
         .test("what_is_too_large_fails_or_waits_as_asked", too_large)
+        .test("a_new_workspace_is_the_operators_without_a_write", comes_with_its_finalizer)
         .test("of_twenty_at_once_exactly_those_run_that_fit", twenty_at_once)
         .run()
 }
@@ -57,6 +59,24 @@ async fn pins(place: Arc<Place>) -> Result<()> {
     let unknown =
         place.kibo(&["workspace", "create", "third", "-t", &place.template_name(), "--node", "no-such-node"]).await?;
     ensure!(unknown.code != 0 && unknown.stderr.contains("no-such-node"), "{unknown:?}");
+    Ok(())
+}
+
+/// The API server gives it its finalizer, and keeps those that it came with.
+async fn comes_with_its_finalizer(place: Arc<Place>) -> Result<()> {
+    let dry_run = PostParams { dry_run: true, ..PostParams::default() };
+    let api: Api<Workspace> = place.api();
+    for (own, wanted) in [(vec![], vec![WORKSPACE_FINALIZER]), (vec!["a.b/c"], vec!["a.b/c", WORKSPACE_FINALIZER])] {
+        let mut workspace: Workspace = serde_json::from_value(place.workspace_manifest("new"))?;
+        workspace.metadata.finalizers = Some(own.into_iter().map(str::to_owned).collect());
+        // A policy counts a moment after it is stored.
+        eventually("a new Workspace has the finalizer", Duration::from_secs(60), async || {
+            let created = api.create(&dry_run, &workspace).await?;
+            ensure!(created.finalizers() == wanted, "{:?}", created.finalizers());
+            Ok(Some(()))
+        })
+        .await?;
+    }
     Ok(())
 }
 
