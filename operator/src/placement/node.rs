@@ -86,11 +86,14 @@ impl CandidateNode {
         if let Some(words) = demand.refusals.get(&self.id) {
             return Err(Exclusion::Refused(words.clone()));
         }
-        if let Some(closed) = &self.closed {
-            return Err(closed.clone());
-        }
-        if demand.node_selector.iter().any(|(key, value)| self.labels.get(key) != Some(value)) {
-            return Err(Exclusion::Selector);
+        let is_selected = demand.node_selector.iter().all(|(key, value)| self.labels.get(key) == Some(value));
+        match &self.closed {
+            // Without a session nobody knows all of its labels.
+            Some(Exclusion::NoSession) => return Err(Exclusion::NoSession),
+            // Before what may end by itself: nobody is to wait for a node that would not be taken then.
+            _ if !is_selected => return Err(Exclusion::Selector),
+            Some(closed) => return Err(closed.clone()),
+            None => {}
         }
         let pools = self.pools_for(&demand.disks, promised)?;
         self.has_room(demand)?;

@@ -104,6 +104,24 @@ fn a_pool_that_is_being_registered_is_worth_waiting_for() {
 }
 
 #[test]
+fn nobody_waits_for_a_node_that_is_not_selected() {
+    let coming = |name: &str, zone: &str| {
+        let labels = [("zone".to_owned(), zone.to_owned())].into();
+        CandidateNode { closed: Some(Exclusion::NotReady), labels, ..node(name, 4, 4096) }
+    };
+    let wanted = Demand { node_selector: [("zone".to_owned(), "a".to_owned())].into(), ..demand(1, 512) };
+    let answer = |nodes| decide(nodes, &[wanted.clone()], Strategy::Spread).remove(0).unwrap_err();
+    let elsewhere = answer(vec![coming("b", "b")]);
+    assert_eq!(elsewhere.to_string(), "no node can take it: of 1 connected, 1 without the labels zone=a");
+    assert!(!elsewhere.awaits_setup());
+    assert!(answer(vec![coming("a", "a"), coming("b", "b")]).awaits_setup());
+    let away = CandidateNode { closed: Some(Exclusion::NoSession), ..coming("a", "b") };
+    let pinned = Demand { pin: Some(id("a")), ..wanted.clone() };
+    let answer = decide(vec![away], &[pinned], Strategy::Spread).remove(0).unwrap_err();
+    assert_eq!(answer.to_string(), "node a cannot take it: without a control session");
+}
+
+#[test]
 fn what_was_not_measured_is_no_constraint() {
     let mut a = node("a", 0, 0);
     (a.schedulable_cpu, a.schedulable_memory) = (None, None);
