@@ -54,6 +54,14 @@ counter!(
     /// One life of a node's set of Instances. Grows when the node proved that none is left.
     Incarnation
 );
+impl Incarnation {
+    /// Whether a node that lives or lived `lived` may have come as far as this, on whatever control planes.
+    pub fn is_credible_after(self, lived: Self) -> bool {
+        const FAR: u64 = 1 << 20;
+        self.0.saturating_sub(lived.0) <= FAR
+    }
+}
+
 counter!(
     /// Number of the leadership, from the Lease's transitions. A write of a lower term is refused.
     Term

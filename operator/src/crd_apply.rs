@@ -63,11 +63,10 @@ async fn own_new_workspaces(client: &Client) -> Result<(), ApplyError> {
     for Optional { resource, object } in policy::own_new_workspaces() {
         let api = Api::<DynamicObject>::all_with(client.clone(), &resource);
         match apply_object(&api, &object).await {
-            Err(kube::Error::Api(status)) if status.code == 404 => {
-                tracing::info!(
-                    kind = resource.kind,
-                    "the API server has no such kind: each new Workspace costs one write more"
-                );
+            Err(kube::Error::Api(status)) if matches!(status.code, 403 | 404) => {
+                let words = "not applied: each new Workspace costs one write more (before Kubernetes 1.36 there is no such \
+                             kind; otherwise the operator's role is older than the operator)";
+                tracing::warn!(kind = resource.kind, error = status.message, "{words}");
                 return Ok(());
             }
             applied => applied.map_err(|error| failed(&resource.kind, &object.name_any(), error))?,

@@ -284,9 +284,12 @@ impl Pools {
         }
     }
 
-    /// The highest incarnation of this node that one of its pools says is dead, as far as they were seen.
+    /// The highest incarnation of this node that one of its pools says is dead, as far as they were seen. One that no node
+    /// lives to see is a mistake of whoever wrote it, and harms that pool alone.
     pub fn own_mark(&self) -> Option<Incarnation> {
-        self.iter().filter_map(|pool| pool.status.get().own_mark).max()
+        let lived = self.life.get().unwrap_or_default();
+        let marks = self.iter().filter_map(|pool| pool.status.get().own_mark);
+        marks.filter(|mark| mark.is_credible_after(lived)).max()
     }
 
     /// From now on this node's fence files say that it lives this life.

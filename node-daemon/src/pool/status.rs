@@ -54,7 +54,7 @@ impl PoolStatus {
         {
             let problem = format!(
                 "the pool says that this node is dead up to incarnation {dead}, and it lives {lived}: it gets a later one as \
-                 soon as nothing runs on it (drain it and stop what does)"
+                 soon as nothing runs on it (drain it and stop what does; where something hangs in a pool, restart the host)"
             );
             self.problem = Some(problem);
         }
@@ -150,7 +150,8 @@ fn look(path: &Path, id: &PoolId, node: &NodeId, pinned: &mut Option<String>) ->
     }
     // One that cannot be read is told by the watch of the fence files.
     let fence = fence::read(path, node).ok().flatten();
-    let own_mark = fence.and_then(|fence| fence.highest).map(|mark| mark.incarnation);
+    // What another pool says that is mounted here is of another node.
+    let own_mark = fence.and_then(|fence| fence.highest).map(|mark| mark.incarnation).filter(|_| problem.is_none());
     match image::space(path) {
         Ok(image::Space { free, used, capacity }) => PoolStatus {
             uid: Some(marker.uid),

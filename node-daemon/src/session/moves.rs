@@ -194,12 +194,20 @@ impl Failed {
 
 async fn run<I: InstanceControl>(node: &Arc<Node<I>>, order: Order, progress: Arc<Progress>) -> Result<(), Failed> {
     older_ended(node, &order, &progress).await?;
-    let _slot = slot(&node.moves, &progress).await?;
+    let slot = slot(&node.moves, &progress).await?;
     progress.waits_for(None);
     let pools = Arc::clone(&node.pools);
-    let moved =
+    let both = [order.granted.object.pool.clone(), order.to.clone()];
+    let mut moved =
         tokio::task::spawn_blocking(move || pools.move_object(&order.granted, &order.to, &order.taker, &progress));
-    match moved.await {
+    let moved = if let Ok(moved) = node.pools.unless_lost(&both, &mut moved).await {
+        moved
+    } else {
+        // It may hang there for good, and others do not wait for its turn to end.
+        drop(slot);
+        moved.await
+    };
+    match moved {
         Ok(Ok(())) => Ok(()),
         Ok(Err(error)) => Err(Failed { failure: error.failure(), message: MoveError::to_string(&error) }),
         Err(error) => Err(Failed { failure: v1::ObjectFailure::Io, message: error.to_string() }),

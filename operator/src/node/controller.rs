@@ -317,6 +317,8 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
             Duration::from_secs(1)
         }
     };
+    // Before what it is written with: it may be confirmed in between.
+    let answer = control.unsaid_settings(&id);
     let observed = control.observe(&id, &node);
     if observed.wanted.drain {
         control.usage.give_back(&id);
@@ -328,7 +330,6 @@ async fn reconcile(node: Arc<Node>, control: Arc<NodeControl>) -> Result<Action,
     if let Some(left) = control.first_words(&id) {
         return Ok(Action::requeue(left));
     }
-    let answer = control.unsaid_settings(&id);
     if answer.is_none()
         && let Some(left) = control.held_back(&id)
     {

@@ -386,11 +386,16 @@ fn session_of(
             ),
         ),
         // A life that a pool takes for dead could use nothing there: a control plane that was built anew counts from 1.
-        None => match newest.max(hello.highest_mark.unwrap_or_default()).next() {
+        None => match newest.max(credible(hello.highest_mark, newest)).next() {
             Some(incarnation) => Decision::Admit { incarnation, minted: true, replaces, adopts },
             None => refuse(Refusal::InvalidHello, "this node has used up its incarnations: use a new node id"),
         },
     }
+}
+
+/// A mark that no life of this node comes near is a mistake of whoever wrote it.
+fn credible(mark: Option<Incarnation>, newest: Incarnation) -> Incarnation {
+    mark.filter(|mark| mark.is_credible_after(newest)).unwrap_or_default()
 }
 
 #[cfg(test)]

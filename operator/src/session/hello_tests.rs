@@ -276,6 +276,7 @@ fn a_new_life_is_above_every_one_that_a_pool_says_is_dead() {
     assert_eq!(minted(None, Some(7)), 8, "the control plane was built anew");
     assert_eq!(minted(Some(3), Some(7)), 8);
     assert_eq!(minted(Some(9), Some(7)), 10);
+    assert_eq!(minted(Some(9), Some(u64::MAX)), 10, "no node comes so far: whoever wrote it was mistaken");
 }
 
 #[test]

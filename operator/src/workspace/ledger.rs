@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use kibo_crds::{Bytes, InstanceId, NodeId, PoolId};
@@ -54,7 +54,8 @@ impl Ledger {
 
     /// Until it is dropped, nobody else takes room that they have found.
     pub fn turn(&self) -> MutexGuard<'_, ()> {
-        lock(&self.turn)
+        // It guards nothing that a panic in a decision could leave half done.
+        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Makes a decision about an object. One that takes more of a pool than is stored is made once more while nobody else

@@ -97,6 +97,37 @@ async fn a_move_that_hangs_holds_neither_its_object_nor_the_next_move() {
     daemon.end().await;
 }
 
+/// As many as run at once hang in a pool that is then given up for good.
+#[tokio::test]
+async fn moves_that_hang_in_a_lost_pool_keep_no_other_one_waiting() {
+    let (mut operator, node) = (Operator::listen().await, TestNode::with_pools(&["q", "r"]));
+    let object = |pool: &str, uid: &str| node.dir.path().join(pool).join("objects").join(uid);
+    let uids: Vec<_> = (0..8).map(|number| format!("6f9619ff-8b86-d011-b42d-00c04fc9640{number}")).collect();
+    for uid in uids.iter().map(String::as_str).chain([LAYER]) {
+        fs::create_dir(object("pool", uid)).unwrap();
+        File::create(object("pool", uid).join("image.raw")).unwrap().set_len(64 << 20).unwrap();
+    }
+    let hangs: Vec<_> = uids.iter().map(|uid| object("q", uid).join("image.raw.moving.2.json")).collect();
+    hangs.iter().for_each(|path| hanging(path));
+
+    let daemon = node.begin(&operator);
+    let mut session = operator.accepted(vec![]).await;
+    for uid in &uids {
+        let object = v1::Object { uid: uid.clone(), must_exist: true, ..granted(2) };
+        session.send(1, ToNode::MoveObject(v1::MoveObject { object: Some(object), to_pool: "q".into() })).await;
+    }
+    until("all of them begin", || uids.iter().all(|uid| object("pool", uid).join("holder.2").exists())).await;
+    session.send(1, move_object(3, "r")).await;
+    let waits = word(&mut session, 3, v1::MoveState::Copying).await;
+    assert!(waits.message.contains("waits for its turn"), "{waits:?}");
+    session.send(1, ToNode::LostPools(v1::LostPools { ids: vec!["q".into()] })).await;
+    word(&mut session, 3, v1::MoveState::Copied).await;
+    for path in &hangs {
+        fs::write(path, "").unwrap();
+    }
+    daemon.end().await;
+}
+
 /// The pool did not answer when the control plane, which was built anew, counted from 1.
 #[tokio::test]
 async fn a_node_that_a_pool_takes_for_dead_begins_a_new_life_once_nothing_runs_on_it() {

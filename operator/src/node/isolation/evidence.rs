@@ -14,7 +14,7 @@ use kibo_crds::{Incarnation, Node, NodeId, PoolId};
 use kibo_protocol::v1::{FenceFile, fence_seen};
 use tokio::time::{Instant, sleep};
 
-use super::ahead::shared;
+use super::shared::{Members, Shared};
 use crate::node::NodeControl;
 
 /// More than two counts of a daemon that runs.
@@ -46,7 +46,7 @@ struct Seen {
 
 /// Looks in all shared pools at once.
 pub async fn seek(control: &Arc<NodeControl>, victim: &NodeId, node: &Node, life: Incarnation) -> Evidence {
-    let shared = shared(victim, node, &control.ctx.registry.snapshot());
+    let shared = Members::of(&control.ctx.registry.snapshot()).sharing(victim, node, 0);
     let victim = Victim { node: victim, life };
     judge(join_all(shared.iter().map(|shared| watch(control, victim, shared))).await)
 }
@@ -60,7 +60,7 @@ fn judge(seen: Vec<Seen>) -> Evidence {
 }
 
 /// Asks the members of one pool, one after the other, until one has an answer.
-async fn watch(control: &Arc<NodeControl>, victim: Victim<'_>, shared: &super::ahead::Shared) -> Seen {
+async fn watch(control: &Arc<NodeControl>, victim: Victim<'_>, shared: &Shared) -> Seen {
     let mut problems = Vec::new();
     for member in &shared.members {
         match watch_with(control, victim, &shared.pool, member).await {
@@ -79,12 +79,14 @@ async fn watch_with(
     member: &NodeId,
 ) -> Result<Seen, String> {
     let Victim { node, life } = victim;
+    let asked = Instant::now();
     let Some(first) = look(control, node, pool, member).await? else {
         let words = format!("node {node} has no fence file in storage pool {pool}, says node {member}");
         return Ok(Seen { moves: false, words });
     };
-    let begun = control.sightings.unmoved_since(node, pool, &first).unwrap_or_else(Instant::now);
-    while begun.elapsed() < WATCHED_FOR {
+    let stood = control.sightings.unmoved_for(node, pool, &first, asked);
+    let begun = Instant::now();
+    while stood.max(begun.elapsed()) < WATCHED_FOR {
         sleep(LOOK_EVERY).await;
         if let Some(now) = look(control, node, pool, member).await?.filter(|now| moves(&first, now, life)) {
             let words = format!(
@@ -97,7 +99,7 @@ async fn watch_with(
         }
     }
     let words = if first.incarnation == life.0 {
-        let (count, seconds) = (first.heartbeat, begun.elapsed().as_secs());
+        let (count, seconds) = (first.heartbeat, stood.max(begun.elapsed()).as_secs());
         format!(
             "the count of node {node} in storage pool {pool} stood still at {count} for {seconds} s, says node {member}"
         )

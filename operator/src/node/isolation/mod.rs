@@ -11,6 +11,7 @@ mod carry_out;
 mod census;
 mod evidence;
 mod plan;
+mod shared;
 
 pub use ahead::{Sightings, run as look_ahead};
 pub use carry_out::{Running, ensure};
