@@ -48,14 +48,14 @@ pub struct Facts<'a> {
     pub pools: &'a Pools,
     pub listed: &'a [Summary],
     pub spool: &'a EventSpool,
-    /// Something of this life goes on that is no Instance, or the end of one is not acknowledged.
-    pub is_busy: bool,
+    /// The last session ended for a new life, and nothing of this one goes on.
+    pub renews: bool,
 }
 
 pub fn hello(facts: &Facts<'_>) -> v1::Hello {
     let runs_anything = facts.listed.iter().any(|summary| summary.state != v1::InstanceState::Ended);
     let dead = facts.pools.own_mark();
-    let ends = dead.filter(|_| !facts.is_busy);
+    let ends = dead.filter(|_| facts.renews);
     let incarnation = incarnation_for_hello(facts.record.life.as_ref(), facts.boot_id, runs_anything, ends);
     v1::Hello {
         node_id: facts.credentials.node_id.to_string(),

@@ -110,7 +110,7 @@ fn first_message<I: InstanceControl>(node: &Node<I>, credentials: &Credentials) 
         pools: &node.pools,
         listed: &node.instances.list(),
         spool: &node.spool,
-        is_busy: node.is_busy(),
+        renews: node.renews() && !node.is_busy(),
     })
 }
 
@@ -223,6 +223,7 @@ async fn serve<I: InstanceControl>(
             }
             _ = look.tick() => {
                 if let Some(why) = node.may_begin_anew().filter(|_| pace.may_renew) {
+                    node.renew();
                     return End::Lost(why);
                 }
                 if let Some(report) = reporter.due(report::report(node), Instant::now()) {

@@ -63,6 +63,8 @@ struct Pace {
     /// Over how long a time the fleet's return is spread, as the operator said.
     return_within: Duration,
     in_session: bool,
+    /// It ended so that a new life can begin.
+    renews: bool,
 }
 
 impl<I: InstanceControl> Node<I> {
@@ -122,7 +124,7 @@ impl<I: InstanceControl> Node<I> {
 
     /// The operator took this node, and said over how long a time its fleet is to return after the session.
     pub(super) fn enters_session(&self, return_within: Duration) {
-        *self.pace() = Pace { return_within: return_within.min(LONGEST_RETURN), in_session: true };
+        *self.pace() = Pace { return_within: return_within.min(LONGEST_RETURN), in_session: true, renews: false };
     }
 
     /// Whether there was a session since it was asked last.
@@ -132,6 +134,16 @@ impl<I: InstanceControl> Node<I> {
 
     pub(super) fn return_within(&self) -> Duration {
         self.pace().return_within
+    }
+
+    /// Ends the session for a new life. Only in a session is it known that the operator takes this life for one that goes on:
+    /// of one that was isolated the node is to hear first, and to begin with a new process.
+    pub(super) fn renew(&self) {
+        self.pace().renews = true;
+    }
+
+    pub(super) fn renews(&self) -> bool {
+        self.pace().renews
     }
 
     fn pace(&self) -> MutexGuard<'_, Pace> {
