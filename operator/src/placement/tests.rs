@@ -110,7 +110,7 @@ fn nobody_waits_for_a_node_that_is_not_selected() {
         CandidateNode { closed: Some(Exclusion::NotReady), labels, ..node(name, 4, 4096) }
     };
     let wanted = Demand { node_selector: [("zone".to_owned(), "a".to_owned())].into(), ..demand(1, 512) };
-    let answer = |nodes| decide(nodes, &[wanted.clone()], Strategy::Spread).remove(0).unwrap_err();
+    let answer = |nodes| decide(nodes, std::slice::from_ref(&wanted), Strategy::Spread).remove(0).unwrap_err();
     let elsewhere = answer(vec![coming("b", "b")]);
     assert_eq!(elsewhere.to_string(), "no node can take it: of 1 connected, 1 without the labels zone=a");
     assert!(!elsewhere.awaits_setup());

@@ -108,7 +108,9 @@ async fn moves_that_hang_in_a_lost_pool_keep_no_other_one_waiting() {
         File::create(object("pool", uid).join("image.raw")).unwrap().set_len(64 << 20).unwrap();
     }
     let hangs: Vec<_> = uids.iter().map(|uid| object("q", uid).join("image.raw.moving.2.json")).collect();
-    hangs.iter().for_each(|path| hanging(path));
+    for path in &hangs {
+        hanging(path);
+    }
 
     let daemon = node.begin(&operator);
     let mut session = operator.accepted(vec![]).await;
