@@ -64,9 +64,12 @@ async fn own_new_workspaces(client: &Client) -> Result<(), ApplyError> {
         let api = Api::<DynamicObject>::all_with(client.clone(), &resource);
         match apply_object(&api, &object).await {
             Err(kube::Error::Api(status)) if matches!(status.code, 403 | 404) => {
-                let words = "not applied: each new Workspace costs one write more (before Kubernetes 1.36 there is no such \
-                             kind; otherwise the operator's role is older than the operator)";
-                tracing::warn!(kind = resource.kind, error = status.message, "{words}");
+                // Before Kubernetes 1.36 there is no such kind; with an older role the operator may not apply it.
+                tracing::warn!(
+                    kind = resource.kind,
+                    error = status.message,
+                    "not applied: each new Workspace costs one write more"
+                );
                 return Ok(());
             }
             applied => applied.map_err(|error| failed(&resource.kind, &object.name_any(), error))?,

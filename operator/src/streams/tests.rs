@@ -1,14 +1,10 @@
 use std::{sync::Arc, time::Duration};
 
 use futures::{FutureExt as _, stream};
-use kibo_crds::Term;
 use kibo_protocol::v1::stream_from_node::Frame;
 
 use super::*;
-use crate::session::{
-    Settings,
-    live::{Capacity, NewSession, Session},
-};
+use crate::session::live::{NewSession, Session};
 
 const INCARNATION: Incarnation = Incarnation(2);
 
@@ -23,24 +19,7 @@ fn node() -> NodeId {
 }
 
 fn shop() -> Shop {
-    let (session, to_node) = Session::new(NewSession {
-        id: "session".to_owned(),
-        node: node(),
-        incarnation: INCARNATION,
-        boot_id: String::new(),
-        home: String::new(),
-        version: String::new(),
-        source_revision: String::new(),
-        term: Term(1),
-        capacity: Capacity::default(),
-        labels: std::collections::BTreeMap::default(),
-        pools: Vec::new(),
-        settings: Settings::default(),
-        settings_revision: 1,
-        spares_unknown: false,
-        clock_period: Duration::from_secs(60),
-        history: Arc::default(),
-    });
+    let (session, to_node) = Session::new(NewSession::plain(node(), INCARNATION));
     let sessions = Registry::default();
     sessions.insert(Arc::new(session));
     Shop { streams: StreamRegistry::new(sessions), to_node }

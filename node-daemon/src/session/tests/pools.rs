@@ -97,6 +97,44 @@ async fn a_move_that_hangs_holds_neither_its_object_nor_the_next_move() {
     daemon.end().await;
 }
 
+/// Whoever took over from an isolated node marked it dead, and nothing runs on it any more.
+#[tokio::test]
+async fn a_node_hears_that_it_was_isolated_before_it_begins_a_new_life() {
+    let (mut operator, node) = (Operator::listen().await, TestNode::new());
+    let instance = InstanceId::generate();
+    node.instances.run(instance);
+    let daemon = node.begin(&operator);
+    let session = operator.accepted(vec![desired(instance, None)]).await;
+    let pool = daemon.pools.get(&"p".parse().unwrap()).unwrap();
+    pool.mark_dead(&"node-a".parse().unwrap(), Incarnation(1));
+    pool.look_again();
+    until("it is seen", || !pool.status().is_available()).await;
+    // The daemon goes while something runs, and comes back when nothing does.
+    daemon.end().await;
+    drop(session);
+    node.instances.forget(instance);
+    let daemon = node.begin(&operator);
+    let (_session, hello) = operator.session().await;
+    assert_eq!((hello.incarnation, hello.highest_mark), (Some(1), Some(1)), "it may be refused for it");
+    daemon.end().await;
+}
+
+/// One that could end no life: no node comes so far.
+#[tokio::test]
+async fn a_mark_that_cannot_be_harms_its_pool_alone() {
+    let (mut operator, node) = (Operator::listen().await, TestNode::new());
+    let daemon = node.begin(&operator);
+    let session = operator.accepted(vec![]).await;
+    let pool = daemon.pools.get(&"p".parse().unwrap()).unwrap();
+    pool.mark_dead(&"node-a".parse().unwrap(), Incarnation(1 << 40));
+    pool.look_again();
+    until("it is seen", || !pool.status().is_available()).await;
+    drop(session);
+    let (_session, hello) = operator.session().await;
+    assert_eq!((hello.incarnation, hello.highest_mark), (Some(1), None));
+    daemon.end().await;
+}
+
 /// As many as run at once hang in a pool that is then given up for good.
 #[tokio::test]
 async fn moves_that_hang_in_a_lost_pool_keep_no_other_one_waiting() {

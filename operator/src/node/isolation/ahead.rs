@@ -19,7 +19,7 @@ use super::{
 };
 use crate::node::NodeControl;
 
-/// Between two looks at the same node.
+/// Between two looks at the same node, at most.
 const LOOK_EVERY: Duration = Duration::from_secs(10);
 /// Between two rounds, however many sessions end.
 const PAUSE: Duration = Duration::from_secs(5);
@@ -28,6 +28,7 @@ const PAUSE: Duration = Duration::from_secs(5);
 const GAP: Duration = Duration::from_secs(25);
 /// Looks under way at once: when a whole room of hosts is gone, its neighbours have other work too.
 const AT_ONCE: usize = 16;
+
 /// Since when the counts of absent nodes are known to stand where they do.
 #[derive(Debug, Default)]
 pub struct Sightings(Mutex<BTreeMap<(NodeId, PoolId), Sighting>>);
@@ -73,7 +74,7 @@ pub async fn run(control: Arc<NodeControl>, nodes: Store<Node>) {
     for turn in 0_usize.. {
         round(&control, &nodes.state(), turn).await;
         tokio::time::sleep(PAUSE).await;
-        let waited = tokio::time::timeout(LOOK_EVERY, moves.changed()).await;
+        let waited = tokio::time::timeout(LOOK_EVERY.saturating_sub(PAUSE), moves.changed()).await;
         if matches!(waited, Ok(Err(_))) {
             return;
         }
