@@ -82,6 +82,12 @@ pub fn hello(facts: &Facts<'_>) -> v1::Hello {
         home: facts.home.clone(),
         labels: facts.node.labels.clone().into_iter().collect(),
         highest_mark: dead.map(|mark| mark.0),
+        ended_incarnation: facts
+            .record
+            .life
+            .as_ref()
+            .filter(|_| facts.renews && incarnation.is_none())
+            .map(|life| life.incarnation.0),
     }
 }
 

@@ -136,8 +136,8 @@ impl<I: InstanceControl> Node<I> {
         self.pace().return_within
     }
 
-    /// Ends the session for a new life. Only in a session is it known that the operator takes this life for one that goes on:
-    /// of one that was isolated the node is to hear first, and to begin with a new process.
+    /// Ends the session for a new life. The next Hello names the one that ends: of an isolation that this node missed the
+    /// operator tells it first, and then it begins with a new process.
     pub(super) fn renew(&self) {
         self.pace().renews = true;
     }

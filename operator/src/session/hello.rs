@@ -47,6 +47,15 @@ pub struct Hello {
     pub quarantine: String,
     /// The highest incarnation of this node that one of its pools says is dead.
     pub highest_mark: Option<Incarnation>,
+    /// The life that the node ends by itself.
+    pub ended_incarnation: Option<Incarnation>,
+}
+
+impl Hello {
+    /// The life that goes on, or that the node ends by itself: of an isolation of it the node hears before anything else.
+    fn life(&self) -> Option<Incarnation> {
+        self.incarnation.or(self.ended_incarnation)
+    }
 }
 
 /// An Instance that the node has.
@@ -102,6 +111,7 @@ impl TryFrom<v1::Hello> for Hello {
             latest: hello.latest.map(moment).transpose()?,
             quarantine,
             highest_mark: hello.highest_mark.map(Incarnation),
+            ended_incarnation: hello.ended_incarnation.map(Incarnation),
         })
     }
 }
@@ -247,7 +257,7 @@ pub fn decide(hello: &Hello, observed: Observed<'_>) -> Decision {
     let Some(node) = observed.node else { return refuse(Refusal::UnknownNode, unknown(hello)) };
     let facts = Facts::of(node);
     match isolation::fence(node) {
-        Fence::Closed(isolated) if hello.incarnation.is_some_and(|incarnation| incarnation <= isolated) => {
+        Fence::Closed(isolated) if hello.life().is_some_and(|incarnation| incarnation <= isolated) => {
             return refuse(
                 Refusal::Isolated,
                 format!(
@@ -280,7 +290,7 @@ pub fn without_key(hello: &Hello, node: Option<&Node>) -> Option<(Refusal, Strin
         return None;
     }
     let isolated = isolation::carried_out(node);
-    if had_key(node, &hello.key) && hello.incarnation.is_some() && hello.incarnation <= isolated {
+    if had_key(node, &hello.key) && hello.life().is_some() && hello.life() <= isolated {
         let message = "this host was isolated, and another one is this node now: destroy all Instances";
         return Some((Refusal::Isolated, message.to_owned()));
     }

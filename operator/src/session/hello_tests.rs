@@ -127,6 +127,24 @@ fn the_checks_come_in_their_order() {
     assert_eq!(reason(&decide(&hello(None, |_| {}), observed(None))), Some(Refusal::UnknownNode));
 }
 
+/// A daemon that was stopped while it was isolated, and reads in a pool that it is dead before it sees that its session is over.
+#[test]
+fn a_node_that_ends_its_isolated_life_by_itself_hears_of_the_isolation_first() {
+    let ends = |hello: &mut v1::Hello| (hello.ended_incarnation, hello.highest_mark) = (Some(3), Some(3));
+    let isolated = node(Some(3), Some(3), |_| {});
+    assert_eq!(reason(&decide(&hello(None, ends), observed(Some(&isolated)))), Some(Refusal::Isolated));
+    let taken = node(Some(4), Some(3), |node| {
+        let status = node.status.as_mut().unwrap();
+        status.former_key_hashes = vec![key(1).hash().to_string()];
+        status.key_hash = Some(key(2).hash().to_string());
+    });
+    assert_eq!(reason(&decide(&hello(None, ends), observed(Some(&taken)))), Some(Refusal::Isolated));
+    // Nobody isolated it: a pool alone takes it for dead.
+    let lives = node(Some(3), None, |_| {});
+    let decision = decide(&hello(None, ends), observed(Some(&lives)));
+    assert!(matches!(decision, Decision::Admit { incarnation: Incarnation(4), minted: true, .. }), "{decision:?}");
+}
+
 #[test]
 fn an_isolation_ends_with_the_next_incarnation() {
     let node = node(Some(3), Some(3), |_| {});

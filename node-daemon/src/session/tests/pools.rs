@@ -190,6 +190,7 @@ async fn a_node_that_a_pool_takes_for_dead_begins_a_new_life_once_nothing_runs_o
     session.closed().await;
     let (mut session, hello) = operator.session().await;
     assert_eq!((hello.incarnation, hello.highest_mark), (None, Some(7)), "it asks for another one");
+    assert_eq!(hello.ended_incarnation, Some(1), "it may have been isolated meanwhile");
     session.send(1, ack(8, vec![])).await;
     session.find(applied).await;
     assert!(pool.status().is_available());
