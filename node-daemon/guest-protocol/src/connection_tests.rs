@@ -1,5 +1,7 @@
+use std::collections::BTreeMap;
+
 use super::*;
-use crate::flow::Width;
+use crate::flow::{SendWindow, Width};
 use crate::frame::{self, Check};
 use crate::guest::{GuestConnection, GuestEvent};
 use proptest::prelude::*;
@@ -167,6 +169,81 @@ fn the_input_of_all_streams_is_bounded_and_none_is_left_without() {
     guest.send(v1::ExecExited { stream_id: second.get(), status: Some(ProcessEnd::Code(0).into()) }).expect("short");
     to_host(&mut guest, &mut host);
     assert!(host.input_to_go_on().count() > 0);
+}
+
+/// A guest that prints on every output of its streams as much as it may.
+struct Printing {
+    host: HostConnection,
+    guest: GuestConnection,
+    windows: BTreeMap<(StreamId, Output), SendWindow>,
+}
+
+impl Printing {
+    fn new(streams: usize) -> Self {
+        let (mut host, guest) = connected_with(crate::PROTOCOL);
+        let streams: Vec<_> = (0..streams).map(|_| host.exec(process(), false).expect("short")).collect();
+        let outputs = streams.into_iter().flat_map(|stream| [(stream, Output::Stdout), (stream, Output::Stderr)]);
+        let windows = outputs.map(|output| (output, SendWindow::new(guest.widths().output))).collect();
+        Self { host, guest, windows }
+    }
+
+    /// What the daemon is told then.
+    fn print(&mut self) -> Vec<(StreamId, Output, usize)> {
+        for ((stream, output), window) in &mut self.windows {
+            while window.available() > 0 {
+                let len = window.available().min(crate::MAX_RUN);
+                self.guest.send_output(stream.get(), *output, len, |_| len).expect("a piece");
+                window.sent(len);
+            }
+        }
+        to_host(&mut self.guest, &mut self.host);
+        let told = host_events(&mut self.host).into_iter().map(|event| match event {
+            HostEvent::Output { stream, output, data } => (stream, output, data.len()),
+            other => panic!("{other:?}"),
+        });
+        told.collect()
+    }
+
+    fn read(&mut self, told: Vec<(StreamId, Output, usize)>) {
+        told.into_iter().for_each(|(stream, output, len)| self.host.consumed(stream, output, len));
+        to_guest(&mut self.host, &mut self.guest);
+        for event in guest_events(&mut self.guest) {
+            if let GuestEvent::Message(message) = event
+                && let host_message::Kind::StreamCredit(credit) = *message
+            {
+                let output = (StreamId(credit.stream_id), credit.output());
+                self.windows.get_mut(&output).expect("a stream of ours").grant(credit.bytes);
+            }
+        }
+    }
+}
+
+#[test]
+fn what_all_streams_print_for_nobody_is_bounded_and_one_that_is_read_has_all_that_it_can_use() {
+    const STREAMS: usize = 60;
+    let mut printing = Printing::new(STREAMS);
+    for _ in 0..8 {
+        let told = printing.print();
+        printing.read(told);
+    }
+    // From here on nobody reads.
+    let unread: usize = printing.print().into_iter().map(|(_, _, len)| len).sum();
+    let least = 2 * STREAMS * Width::GROWING.begins();
+    assert!(unread <= least + COMMON_OUTPUT && unread > least + COMMON_OUTPUT / 2, "{unread}");
+    assert!(printing.print().is_empty());
+
+    let mut alone = Printing::new(1);
+    for _ in 0..5 {
+        let told = alone.print();
+        alone.read(told);
+    }
+    assert!(alone.windows.values().all(|window| window.available() == Width::WIDE.bytes()));
+}
+
+#[test]
+fn the_delimiters_at_the_beginning_are_not_kept() {
+    let (host, _) = connected();
+    assert_eq!(host.wire.outgoing.memory(), 0);
 }
 
 #[test]

@@ -9,6 +9,10 @@ use crate::MAX_CHUNK;
 /// is small, and streams are many.
 pub const COMMON: usize = 8 << 20;
 
+/// What a guest may have printed, or may still print, ahead of those who read its streams, beyond what
+/// [`Width::GROWING`] begins with for each output: they are many, and all of it may have to be kept.
+pub const COMMON_OUTPUT: usize = 16 << 20;
+
 // A reader grants a quarter of its window at once: who had less of it for sure would wait for ever.
 const _: () = assert!(Width::NARROW.bytes() >= Width::WIDE.bytes() / 4);
 
@@ -22,20 +26,45 @@ pub fn join(last: &mut Vec<u8>, next: &[u8]) -> bool {
     fits
 }
 
-/// The bytes that may be sent before the first credit comes.
+/// The bytes that may be sent before the first credit comes, and those that may be on their way at most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Width(u32);
+pub struct Width {
+    begins: u32,
+    widest: u32,
+}
 
 impl Width {
     /// Where one of the ends knows no runs.
-    pub const NARROW: Self = Self(256 * 1024);
+    pub const NARROW: Self = Self::fixed(256 * 1024);
     /// Where both do: a credit is worth a whole run. With one CPU, each change between the two processes that pass bytes on
     /// costs as much as many kilobytes.
-    pub const WIDE: Self = Self(1024 * 1024);
+    pub const WIDE: Self = Self::fixed(1024 * 1024);
+    /// Of outputs, where both ends know that a window may grow: one that is read becomes wide, and one that nobody reads
+    /// stays as it is.
+    pub const GROWING: Self = Self { begins: 64 * 1024, widest: Self::WIDE.widest };
 
-    pub const fn bytes(self) -> usize {
-        self.0 as usize
+    const fn fixed(bytes: u32) -> Self {
+        Self { begins: bytes, widest: bytes }
     }
+
+    /// At most.
+    pub const fn bytes(self) -> usize {
+        self.widest as usize
+    }
+
+    /// Before the first credit.
+    pub const fn begins(self) -> usize {
+        self.begins as usize
+    }
+}
+
+/// How wide the windows of a connection's streams are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Widths {
+    /// Of what the daemon sends.
+    pub input: Width,
+    /// Of what the guest does.
+    pub output: Width,
 }
 
 /// The writer's side.
@@ -47,7 +76,7 @@ pub struct SendWindow {
 
 impl SendWindow {
     pub const fn new(width: Width) -> Self {
-        Self { open: width.0, width }
+        Self { open: width.begins, width }
     }
 
     /// How many bytes may be sent now.
@@ -55,9 +84,9 @@ impl SendWindow {
         self.open as usize
     }
 
-    /// How many bytes were sent and not granted again.
+    /// How many bytes were sent and not granted again, of a window that begins as wide as it gets.
     pub const fn ahead(&self) -> usize {
-        (self.width.0 - self.open) as usize
+        (self.width.widest - self.open) as usize
     }
 
     /// What of [`Self::ahead`] is taken from [`COMMON`].
@@ -77,10 +106,10 @@ impl SendWindow {
         self.open = self.open.saturating_sub(u32::try_from(len).unwrap_or(u32::MAX));
     }
 
-    /// The reader granted more. Never opens wider than at the start, so that a reader that grants without end cannot
+    /// The reader granted more. Never opens wider than its width says, so that a reader that grants without end cannot
     /// make the writer buffer without end.
     pub fn grant(&mut self, bytes: u32) {
-        self.open = self.open.saturating_add(bytes).min(self.width.0);
+        self.open = self.open.saturating_add(bytes).min(self.width.widest);
     }
 }
 
@@ -89,8 +118,10 @@ impl SendWindow {
 pub struct ReceiveWindow {
     /// What the writer may still send.
     open: u32,
+    /// What came and was not passed on yet.
+    held: u32,
     /// What was passed on and not granted again yet.
-    consumed: u32,
+    passed: u32,
     width: Width,
 }
 
@@ -104,26 +135,55 @@ pub struct Overrun {
 
 impl ReceiveWindow {
     pub const fn new(width: Width) -> Self {
-        Self { open: width.0, consumed: 0, width }
+        Self { open: width.begins, held: 0, passed: 0, width }
     }
 
     /// Counts `len` bytes as received.
     pub fn received(&mut self, len: usize) -> Result<(), Overrun> {
-        let taken = u32::try_from(len).ok().and_then(|len| self.open.checked_sub(len));
-        self.open = taken.ok_or(Overrun { len, open: self.open })?;
+        let overrun = Overrun { len, open: self.open };
+        let len = u32::try_from(len).ok().filter(|len| *len <= self.open).ok_or(overrun)?;
+        self.open -= len;
+        self.held += len;
         Ok(())
     }
 
-    /// Counts `len` received bytes as passed on; says how much to grant, once it is worth a message.
+    /// Counts `len` received bytes as passed on.
+    pub fn passed_on(&mut self, len: usize) {
+        let len = u32::try_from(len).unwrap_or(u32::MAX).min(self.held);
+        self.held -= len;
+        self.passed += len;
+    }
+
+    /// How much to grant, once it is worth a message. `common`: what is left of that from which a window grows; it doubles
+    /// each time that a good part of it was used, so that it is wide where much is printed.
+    pub fn credit(&mut self, common: usize) -> Option<u32> {
+        let promised = self.promised();
+        let was = promised + self.passed;
+        let common = u32::try_from(common).unwrap_or(u32::MAX);
+        let allowed = promised.max(self.width.begins).saturating_add(common).min(2 * was).min(self.width.widest);
+        let credit = allowed.saturating_sub(promised);
+        // A writer that is granted nothing has three quarters of its window before it, once all before was passed on.
+        let is_worth_it = self.passed >= was / 4 && credit > 0 && credit >= allowed / 4;
+        is_worth_it.then(|| {
+            self.passed = 0;
+            self.open += credit;
+            credit
+        })
+    }
+
+    /// As [`Self::passed_on`] and [`Self::credit`] for a window that begins as wide as it gets.
     pub fn consumed(&mut self, len: usize) -> Option<u32> {
-        let outstanding = self.width.0 - self.open - self.consumed;
-        self.consumed += u32::try_from(len).unwrap_or(u32::MAX).min(outstanding);
-        if self.consumed < self.width.0 / 4 {
-            return None;
-        }
-        let credit = std::mem::take(&mut self.consumed);
-        self.open += credit;
-        Some(credit)
+        self.passed_on(len);
+        self.credit(0)
+    }
+
+    /// What the reader may have to keep, beyond what the window began with.
+    pub const fn beyond(&self) -> usize {
+        self.promised().saturating_sub(self.width.begins) as usize
+    }
+
+    const fn promised(&self) -> u32 {
+        self.open + self.held
     }
 }
 
@@ -181,6 +241,53 @@ mod tests {
     }
 
     #[test]
+    fn a_window_that_is_read_grows_and_one_that_is_not_keeps_to_its_beginning() {
+        let (mut send, mut receive) = (SendWindow::new(Width::GROWING), ReceiveWindow::new(Width::GROWING));
+        assert_eq!(send.available(), Width::GROWING.begins());
+        let mut pass = |send: &mut SendWindow, common: usize| {
+            let len = send.available();
+            send.sent(len);
+            receive.received(len).expect("within the window");
+            assert_eq!(receive.credit(0), None, "nobody has read it");
+            receive.passed_on(len);
+            send.grant(receive.credit(common).expect("all of it was read"));
+            receive.beyond()
+        };
+        assert_eq!(pass(&mut send, 100_000), Width::GROWING.begins(), "twice as much");
+        assert_eq!(pass(&mut send, 30_000), 30_000, "as much as there is");
+        for _ in 0..4 {
+            pass(&mut send, usize::MAX);
+        }
+        assert_eq!(send.available(), Width::GROWING.bytes());
+        // What others need more is given back as it is read.
+        assert_eq!(pass(&mut send, 0), 0);
+        assert_eq!(send.available(), Width::GROWING.begins());
+    }
+
+    #[test]
+    fn a_window_of_which_little_is_used_does_not_grow() {
+        let mut receive = ReceiveWindow::new(Width::GROWING);
+        receive.received(100).expect("within the window");
+        receive.passed_on(100);
+        assert_eq!((receive.credit(usize::MAX), receive.beyond()), (None, 0));
+    }
+
+    #[test]
+    fn a_writer_whose_reader_reads_is_never_without_room() {
+        for common in [0, 1, 7, 50_000, usize::MAX] {
+            let (mut send, mut receive) = (SendWindow::new(Width::GROWING), ReceiveWindow::new(Width::GROWING));
+            for len in (1..2000).map(|round: usize| round.pow(2) % 90_000) {
+                let len = len.min(send.available());
+                send.sent(len);
+                receive.received(len).expect("within the window");
+                receive.passed_on(len);
+                receive.credit(common).into_iter().for_each(|credit| send.grant(credit));
+                assert!(send.available() > 0, "with {common} in common");
+            }
+        }
+    }
+
+    #[test]
     fn a_window_never_opens_wider_than_at_the_start() {
         for width in WIDTHS {
             let mut send = SendWindow::new(width);
@@ -204,8 +311,8 @@ mod tests {
         for width in WIDTHS {
             let mut receive = ReceiveWindow::new(width);
             receive.received(width.bytes() / 2).expect("within the window");
-            assert_eq!(receive.consumed(usize::MAX), Some(width.0 / 2));
-            assert_eq!(receive.open, width.0);
+            assert_eq!(receive.consumed(usize::MAX), Some(width.widest / 2));
+            assert_eq!(receive.open, width.widest);
         }
     }
 }

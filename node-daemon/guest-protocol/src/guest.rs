@@ -5,8 +5,9 @@ use std::collections::VecDeque;
 use prost::Message;
 use prost::encoding::{WireType, decode_key, decode_varint, encode_key, encode_varint, encoded_len_varint};
 
-use crate::flow::Width;
+use crate::flow::Widths;
 use crate::frame::{DELIMITER, Decoder, Direction, Frame, Nonce, Take, TooLong};
+use crate::mask::Mask;
 use crate::run::Run;
 use crate::spare::Spare;
 use crate::v1::{self, guest_message, host_message};
@@ -108,8 +109,8 @@ impl GuestConnection {
     }
 
     /// How wide the windows of this connection's streams are.
-    pub const fn width(&self) -> Width {
-        self.wire.width()
+    pub const fn widths(&self) -> Widths {
+        self.wire.widths()
     }
 
     /// The most that [`Self::send_output`] sends at once.
@@ -161,8 +162,9 @@ impl Said {
     }
 
     /// A run begins; its length.
-    fn announced(&mut self, head: v1::StdinRun) -> usize {
-        self.run = Run::begin(head, head.bytes, head.sum, |len| self.spare.take(len));
+    fn announced(&mut self, head: v1::StdinRun, nonce: Nonce) -> usize {
+        let run = Run::begin(head, head.bytes, head.sum, |len| self.spare.take(len));
+        self.run = run.map(|run| if head.masked { run.masked(Mask::of(nonce)) } else { run });
         self.run.as_ref().map_or(0, Run::len)
     }
 
@@ -209,7 +211,7 @@ impl Take for Listener<'_> {
                 GuestEvent::Connected(hello)
             }
             host_message::Kind::StdinRun(head) if is_current && self.wire.takes_runs() => {
-                return self.said.announced(head);
+                return self.said.announced(head, frame.nonce);
             }
             host_message::Kind::StdinRun(_) => return 0,
             kind if is_current => GuestEvent::Message(Box::new(kind)),

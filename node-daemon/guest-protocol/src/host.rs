@@ -7,8 +7,9 @@ use std::collections::{HashMap, VecDeque};
 
 use prost::Message;
 
-use crate::flow::{COMMON, Overrun};
+use crate::flow::{COMMON, COMMON_OUTPUT, Overrun, ReceiveWindow};
 use crate::frame::{DELIMITER, Decoder, Direction, Frame, Nonce, Take, TooLong};
+use crate::mask::Mask;
 use crate::run::Run;
 use crate::stream::Stream;
 use crate::v1::{self, Output, archive, guest_message, host_message};
@@ -207,7 +208,7 @@ impl HostConnection {
         let stream = StreamId(self.next_stream);
         self.push(message(stream.0))?;
         self.next_stream += 1;
-        self.streams.insert(stream, Stream::new(self.wire.width(), stdin_open));
+        self.streams.insert(stream, Stream::new(self.wire.widths(), stdin_open));
         Ok(stream)
     }
 
@@ -272,10 +273,18 @@ impl HostConnection {
 
     /// So many bytes of an output were passed on: the guest may send as many more.
     pub fn consumed(&mut self, stream: StreamId, output: Output, len: usize) {
-        let window = self.streams.get_mut(&stream).and_then(|state| state.window(output));
-        if let Some(credit) = window.and_then(|window| window.consumed(len)) {
-            self.push_small(v1::StreamCredit { stream_id: stream.0, output: output.into(), bytes: credit });
+        if let Some(window) = self.window(stream, output) {
+            window.passed_on(len);
         }
+        let taken: usize = self.streams.values().map(Stream::beyond).sum();
+        let common = COMMON_OUTPUT.saturating_sub(taken);
+        if let Some(bytes) = self.window(stream, output).and_then(|window| window.credit(common)) {
+            self.push_small(v1::StreamCredit { stream_id: stream.0, output: output.into(), bytes });
+        }
+    }
+
+    fn window(&mut self, stream: StreamId, output: Output) -> Option<&mut ReceiveWindow> {
+        self.streams.get_mut(&stream)?.window(output)
     }
 
     /// Nobody wants the stream any more: hangs its process up (an old agent's is killed), drops what it still says. Only
@@ -309,6 +318,8 @@ impl HostConnection {
             if reply.nonce == self.nonce.get() && !std::mem::replace(&mut self.connected, true) {
                 self.protocol = reply.protocol;
                 self.wire.agree(reply.protocol);
+                // The delimiters at the beginning were much, and are gone.
+                self.wire.outgoing.give_back();
                 self.events.push_back(HostEvent::Connected(reply));
             }
             return Ok(());
@@ -392,12 +403,15 @@ impl HostConnection {
     }
 
     fn push_run(&mut self, stream: StreamId, bytes: &[u8]) {
+        let masked = self.wire.takes_masks();
+        let mask = masked.then_some(Mask::of(self.nonce));
         let copy = |room: &mut [u8]| {
             room.copy_from_slice(bytes);
+            mask.into_iter().for_each(|mask| mask.apply(room));
             bytes.len()
         };
         self.wire.push_run((Direction::FromHost, self.nonce), bytes.len(), copy, |bytes, sum| {
-            let run = v1::StdinRun { stream_id: stream.0, bytes, sum };
+            let run = v1::StdinRun { stream_id: stream.0, bytes, sum, masked };
             v1::HostMessage { kind: Some(host_message::Kind::StdinRun(run)) }
         });
     }

@@ -17,6 +17,7 @@ pub mod flow;
 pub mod frame;
 pub mod guest;
 pub mod host;
+mod mask;
 mod outgoing;
 mod run;
 mod spare;
@@ -47,13 +48,16 @@ pub const MAX_RUN: usize = 256 * 1024;
 pub const MAX_STREAMS: usize = 256;
 
 /// What these ends understand, see `Hello` and `HelloReply`.
-pub const PROTOCOL: u32 = 3;
+pub const PROTOCOL: u32 = 4;
 
 /// The first protocol with [`frame::Check::Sum`].
 const WITH_SUMS: u32 = 2;
 
 /// The first protocol with runs.
 const WITH_RUNS: u32 = 3;
+
+/// The first protocol in which input is masked and the windows of outputs grow.
+const WITH_MASKS: u32 = 4;
 
 /// The name of the virtio-serial port.
 pub const PORT_NAME: &str = "agent.0";

@@ -73,8 +73,21 @@ impl Outgoing {
     pub(crate) fn clear(&mut self) {
         (self.begin, self.end) = (0, 0);
         if self.memory.len() > KEPT {
-            self.memory = Vec::new();
+            self.give_back();
         }
+    }
+
+    /// Gives its memory back, unless something waits in it.
+    pub(crate) fn give_back(&mut self) {
+        if self.begin == self.end {
+            *self = Self::default();
+        }
+    }
+
+    /// What is kept for what comes.
+    #[cfg(test)]
+    pub(crate) const fn memory(&self) -> usize {
+        self.memory.capacity()
     }
 
     /// The memory behind what waits, at least so much.

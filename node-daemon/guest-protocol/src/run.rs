@@ -1,5 +1,6 @@
 //! Runs that are on their way in.
 
+use crate::mask::Mask;
 use crate::{MAX_RUN, sum};
 
 /// What was announced, and what has come of it.
@@ -10,6 +11,7 @@ pub(crate) struct Run<H> {
     data: Vec<u8>,
     filled: usize,
     sum: u64,
+    mask: Option<Mask>,
 }
 
 impl<H> Run<H> {
@@ -19,7 +21,12 @@ impl<H> Run<H> {
         let len = usize::try_from(len).ok().filter(|len| (1..=MAX_RUN).contains(len))?;
         let mut data = memory(len);
         data.resize(len, 0);
-        Some(Self { head, data, filled: 0, sum })
+        Some(Self { head, data, filled: 0, sum, mask: None })
+    }
+
+    /// Its bytes are hidden by this.
+    pub fn masked(self, mask: Mask) -> Self {
+        Self { mask: Some(mask), ..self }
     }
 
     pub const fn len(&self) -> usize {
@@ -48,9 +55,13 @@ impl<H> Run<H> {
     }
 
     /// The bytes; `None`: they are not those that were announced.
-    pub fn finish(self) -> (H, Option<Vec<u8>>) {
-        let is_right = self.is_whole() && sum::of(&self.data) == self.sum;
-        (self.head, is_right.then_some(self.data))
+    pub fn finish(mut self) -> (H, Option<Vec<u8>>) {
+        let is_whole = self.is_whole();
+        let found = match self.mask {
+            Some(mask) => mask.show(&mut self.data),
+            None => sum::of(&self.data),
+        };
+        (self.head, (is_whole && found == self.sum).then_some(self.data))
     }
 }
 

@@ -1,6 +1,6 @@
 //! What the daemon's end keeps of one stream.
 
-use crate::flow::{ReceiveWindow, SendWindow, Width};
+use crate::flow::{ReceiveWindow, SendWindow, Width, Widths};
 use crate::v1::Output;
 
 #[derive(Debug)]
@@ -28,9 +28,14 @@ impl Heard {
 }
 
 impl Stream {
-    pub const fn new(width: Width, stdin_open: bool) -> Self {
-        let (stdout, stderr) = (Heard::new(width), Heard::new(width));
-        Self { stdin: SendWindow::new(width), stdin_open, waits: false, abandoned: false, stdout, stderr }
+    pub const fn new(Widths { input, output }: Widths, stdin_open: bool) -> Self {
+        let (stdout, stderr) = (Heard::new(output), Heard::new(output));
+        Self { stdin: SendWindow::new(input), stdin_open, waits: false, abandoned: false, stdout, stderr }
+    }
+
+    /// What of its outputs' windows is taken from what is common.
+    pub const fn beyond(&self) -> usize {
+        self.stdout.window.beyond() + self.stderr.window.beyond()
     }
 
     pub fn window(&mut self, output: Output) -> Option<&mut ReceiveWindow> {

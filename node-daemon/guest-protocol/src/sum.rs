@@ -3,22 +3,41 @@
 //!
 //! By hand because it is ten lines, and a table for each byte is what costs an emulated guest most.
 
-const WORD: usize = size_of::<u64>();
+pub(crate) const WORD: usize = size_of::<u64>();
 
 /// The sums of all words and of all sums on the way, folded into one; the length counts too.
 pub fn of(bytes: &[u8]) -> u64 {
     let (words, rest) = bytes.as_chunks::<WORD>();
-    // Not 0, or zeros at the beginning would count for nothing.
-    let (mut sum, mut sums) = (bytes.len() as u64 ^ 0x9e37_79b9_7f4a_7c15, 0_u64);
+    let mut sums = Sums::of_len(bytes.len());
     for word in words {
-        sum = sum.wrapping_add(u64::from_le_bytes(*word));
-        sums = sums.wrapping_add(sum);
+        sums.add(u64::from_le_bytes(*word));
     }
     let mut last = [0; WORD];
     last[..rest.len()].copy_from_slice(rest);
-    sum = sum.wrapping_add(u64::from_le_bytes(last));
-    sums = sums.wrapping_add(sum);
-    sum.rotate_left(32) ^ sums
+    sums.add(u64::from_le_bytes(last));
+    sums.finish()
+}
+
+/// The sums of words that come one after the other, the last one filled up with zeros.
+pub(crate) struct Sums {
+    sum: u64,
+    sums: u64,
+}
+
+impl Sums {
+    pub const fn of_len(len: usize) -> Self {
+        // Not 0, or zeros at the beginning would count for nothing.
+        Self { sum: len as u64 ^ 0x9e37_79b9_7f4a_7c15, sums: 0 }
+    }
+
+    pub const fn add(&mut self, word: u64) {
+        self.sum = self.sum.wrapping_add(word);
+        self.sums = self.sums.wrapping_add(self.sum);
+    }
+
+    pub const fn finish(self) -> u64 {
+        self.sum.rotate_left(32) ^ self.sums
+    }
 }
 
 #[cfg(test)]

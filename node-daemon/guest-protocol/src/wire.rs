@@ -2,10 +2,10 @@
 
 use prost::Message;
 
-use crate::flow::Width;
+use crate::flow::{Width, Widths};
 use crate::frame::{self, Check, Direction, Nonce, TooLong};
 use crate::outgoing::Outgoing;
-use crate::{MAX_RUN, WITH_RUNS, WITH_SUMS, sum};
+use crate::{MAX_RUN, WITH_MASKS, WITH_RUNS, WITH_SUMS, sum};
 
 /// Frames on their way to the port.
 #[derive(Debug, Default)]
@@ -16,24 +16,31 @@ pub(crate) struct Wire {
     /// Where what is sent is read to.
     read: Vec<u8>,
     check: Check,
-    runs: bool,
+    /// What the other side understands.
+    protocol: u32,
 }
 
 impl Wire {
     /// From here on frames are such as the other side understands.
     pub(crate) fn agree(&mut self, protocol: u32) {
         self.check = if protocol >= WITH_SUMS { Check::Sum } else { Check::Crc };
-        self.runs = protocol >= WITH_RUNS;
+        self.protocol = protocol;
     }
 
     /// Whether the other side takes runs.
     pub(crate) const fn takes_runs(&self) -> bool {
-        self.runs
+        self.protocol >= WITH_RUNS
+    }
+
+    /// Whether the other side finds the bytes of runs behind a mask.
+    pub(crate) const fn takes_masks(&self) -> bool {
+        self.protocol >= WITH_MASKS
     }
 
     /// How wide the windows of streams are.
-    pub(crate) const fn width(&self) -> Width {
-        if self.runs { Width::WIDE } else { Width::NARROW }
+    pub(crate) const fn widths(&self) -> Widths {
+        let input = if self.takes_runs() { Width::WIDE } else { Width::NARROW };
+        Widths { input, output: if self.takes_masks() { Width::GROWING } else { input } }
     }
 
     pub(crate) fn push(&mut self, from: Direction, nonce: Nonce, message: &impl Message) -> Result<(), TooLong> {

@@ -206,6 +206,7 @@ impl<L: LogSink> Conversation<L> {
                 self.log.store(&data);
                 link.send(v1::LogAck { offset: self.log.offset() });
             }
+            HostEvent::ExecStarted { stream, .. } => link.started(stream),
             HostEvent::Output { stream, output, data } => link.output(stream, output, data),
             HostEvent::OutputClosed { stream, output } => link.closed(stream, output),
             HostEvent::StdinWritable { stream } => link.push_stdin(stream),
@@ -357,6 +358,12 @@ impl Link {
     fn close_stdin(&mut self, id: ExecId) {
         if let Some((stream, _)) = self.find(id) {
             self.connection.close_stdin(stream);
+        }
+    }
+
+    fn started(&mut self, stream: StreamId) {
+        if let Some(exec) = self.execs.get(&stream) {
+            let _ = exec.events.say(ExecEvent::Started);
         }
     }
 

@@ -12,7 +12,10 @@ mod tests;
 
 use bytes::Bytes;
 use kibo_guest_protocol::v1;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::{
+    sync::{mpsc, oneshot, watch},
+    time::timeout,
+};
 
 use crate::{
     instance::{ExecStream, StreamError},
@@ -118,7 +121,8 @@ impl Guest {
         let (opened, answer) = oneshot::channel();
         let kind = streams::Kind::of(&what);
         self.command(Command::Open { what, opened });
-        let opened = answer.await.map_err(|_| streams::unavailable())??;
+        let answer = timeout(streams::BEGINS_WITHIN, answer).await.map_err(|_| streams::not_begun())?;
+        let opened = answer.map_err(|_| streams::unavailable())??;
         Ok(streams::pump(self.clone(), kind, opened))
     }
 

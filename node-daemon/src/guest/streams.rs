@@ -1,17 +1,27 @@
 //! Streams: the guest's windows on one side, bounded channels on the other.
 
-use std::time::Duration;
+use std::{pin::pin, time::Duration};
 
 use bytes::Bytes;
-use kibo_guest_protocol::{MAX_STREAMS, ProcessEnd, v1};
+use kibo_guest_protocol::{MAX_RUN, MAX_STREAMS, ProcessEnd, v1};
 use kibo_protocol::v1::StreamFailure;
-use tokio::sync::{mpsc, oneshot};
+use tokio::{
+    sync::{mpsc, oneshot},
+    time::sleep,
+};
 
 use super::{Command, ExecId, Guest, Open, pieces::Hearer};
 use crate::instance::{ExecExit, ExecInput, ExecOutput, ExecStream, StreamError};
 
-/// Pieces, of up to a whole run, that wait in a channel beside what the windows allow.
+/// Pieces that wait in a channel.
 const CHANNEL: usize = 2;
+
+/// Longer pieces are passed on in several: what HTTP/2 has taken is counted by nobody any more.
+const PIECE: usize = 128 * 1024;
+
+/// A guest that is asked for a stream says at once that it has begun it, or why not. One that stands still, or that is so
+/// busy, does not.
+pub(super) const BEGINS_WITHIN: Duration = Duration::from_secs(60);
 
 /// Between the loss of a guest and the word of its Instance that it has ended.
 const WORD_WITHIN: Duration = Duration::from_secs(2);
@@ -44,6 +54,7 @@ pub(super) struct Opened {
 
 #[derive(Debug, PartialEq)]
 pub(super) enum ExecEvent {
+    Started,
     Output(v1::Output, Vec<u8>),
     Closed(v1::Output),
     Ended(ProcessEnd),
@@ -55,6 +66,17 @@ pub(super) fn unavailable() -> StreamError {
     StreamError {
         failure: StreamFailure::GuestUnavailable,
         message: "the guest does not answer: wait until it is available, or look at its console".to_owned(),
+    }
+}
+
+pub(super) fn not_begun() -> StreamError {
+    let seconds = BEGINS_WITHIN.as_secs();
+    StreamError {
+        failure: StreamFailure::GuestUnavailable,
+        message: format!(
+            "the guest has not begun it within {seconds} s, and ends it should it come to it: see whether the workspace is \
+             paused, or its node overloaded"
+        ),
     }
 }
 
@@ -88,9 +110,16 @@ pub(super) fn pump(guest: Guest, kind: Kind, opened: Opened) -> ExecStream {
 }
 
 async fn pump_input(guest: Guest, exec: ExecId, mut incoming: mpsc::Receiver<ExecInput>) {
-    while let Some(input) = incoming.recv().await {
+    let mut next = None;
+    loop {
+        let input = match next.take() {
+            None => incoming.recv().await,
+            input => input,
+        };
+        let Some(input) = input else { break };
         match input {
             ExecInput::Data(data) => {
+                let data = gathered(data, &mut incoming, &mut next);
                 let (taken, done) = oneshot::channel();
                 guest.command(Command::Stdin { exec, data, taken });
                 // Refused when the stream is over.
@@ -106,14 +135,42 @@ async fn pump_input(guest: Guest, exec: ExecId, mut incoming: mpsc::Receiver<Exe
     guest.command(Command::CloseStdin(exec));
 }
 
+/// Input with what waits behind it, as much as goes in one run: each costs a guest as much as many kilobytes. `next`: what
+/// was taken from the channel and does not belong to it.
+fn gathered(first: Bytes, incoming: &mut mpsc::Receiver<ExecInput>, next: &mut Option<ExecInput>) -> Bytes {
+    let mut len = first.len();
+    let mut pieces = vec![first];
+    while let Ok(input) = incoming.try_recv() {
+        match input {
+            ExecInput::Data(data) if len + data.len() <= MAX_RUN => {
+                len += data.len();
+                pieces.push(data);
+            }
+            other => {
+                *next = Some(other);
+                break;
+            }
+        }
+    }
+    if pieces.len() == 1 { pieces.swap_remove(0) } else { pieces.concat().into() }
+}
+
 async fn pump_output(guest: &Guest, kind: Kind, mut opened: Opened, outgoing: mpsc::Sender<ExecOutput>) {
     let exec = opened.id;
+    let mut overdue = pin!(sleep(BEGINS_WITHIN));
+    let mut has_begun = false;
     loop {
         let event = tokio::select! {
             event = opened.events.hear() => event,
             () = outgoing.closed() => return guest.command(Command::Abandon(exec)),
+            () = &mut overdue, if !has_begun => {
+                guest.command(Command::Abandon(exec));
+                return drop(outgoing.send(ExecOutput::Failed(not_begun())).await);
+            }
         };
+        has_begun = true;
         let (output, piece) = match event {
+            ExecEvent::Started => continue,
             ExecEvent::Output(output, data) => (output, data),
             ExecEvent::Closed(v1::Output::Stdout) if kind == Kind::Connection => {
                 let _ = outgoing.send(ExecOutput::StdoutClosed).await;
@@ -129,13 +186,37 @@ async fn pump_output(guest: &Guest, kind: Kind, mut opened: Opened, outgoing: mp
             }
             ExecEvent::Lost => return drop(outgoing.send(ExecOutput::Failed(lost(guest).await)).await),
         };
-        let len = piece.len();
-        let piece = Bytes::from(piece);
-        let piece = if output == v1::Output::Stderr { ExecOutput::Stderr(piece) } else { ExecOutput::Stdout(piece) };
-        if outgoing.send(piece).await.is_err() {
-            return guest.command(Command::Abandon(exec));
+        let mut rest = Bytes::from_owner(OnItsWay { piece, guest: guest.clone(), exec, output });
+        while !rest.is_empty() {
+            let piece = rest.split_to(rest.len().min(PIECE));
+            let piece =
+                if output == v1::Output::Stderr { ExecOutput::Stderr(piece) } else { ExecOutput::Stdout(piece) };
+            if outgoing.send(piece).await.is_err() {
+                return guest.command(Command::Abandon(exec));
+            }
         }
-        guest.command(Command::Consumed { exec, output, len });
+    }
+}
+
+/// What the guest printed, on its way to the client. It is granted again when it is dropped, so that what waits anywhere
+/// on the way waits within its window.
+struct OnItsWay {
+    piece: Vec<u8>,
+    guest: Guest,
+    exec: ExecId,
+    output: v1::Output,
+}
+
+impl AsRef<[u8]> for OnItsWay {
+    fn as_ref(&self) -> &[u8] {
+        &self.piece
+    }
+}
+
+impl Drop for OnItsWay {
+    fn drop(&mut self) {
+        let Self { exec, output, .. } = *self;
+        self.guest.command(Command::Consumed { exec, output, len: self.piece.len() });
     }
 }
 
@@ -195,4 +276,25 @@ fn not_started(kind: Kind, failure: v1::StartFailure) -> Vec<ExecOutput> {
         Reason::PermissionDenied | Reason::Other | Reason::Unspecified => StreamFailure::Failed,
     };
     vec![ExecOutput::Failed(StreamError { failure: failure_kind, message: failure.message })]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn input_that_waits_goes_in_few_runs_and_in_its_order() {
+        let (sender, mut incoming) = mpsc::channel(16);
+        let pieces = [vec![2; 100_000], vec![3; 100_000], vec![4; 100_000]];
+        for piece in &pieces {
+            sender.send(ExecInput::Data(piece.clone().into())).await.unwrap();
+        }
+        sender.send(ExecInput::Close).await.unwrap();
+        let mut next = None;
+        let run = gathered(Bytes::from_static(&[1]), &mut incoming, &mut next);
+        assert_eq!(run, [vec![1], pieces[0].clone(), pieces[1].clone()].concat());
+        let Some(ExecInput::Data(third)) = next.take() else { panic!("what did not fit is lost: {next:?}") };
+        assert_eq!(gathered(third, &mut incoming, &mut next), pieces[2]);
+        assert!(matches!(next, Some(ExecInput::Close)), "{next:?}");
+    }
 }

@@ -331,3 +331,38 @@ async fn a_guest_that_is_slow_to_take_input_is_heard() {
         }
     }
 }
+
+#[tokio::test]
+async fn what_waits_for_a_client_anywhere_waits_within_its_window() {
+    let mut fixture = fixture();
+    let mut agent = fixture.connect_to(PROTOCOL).await;
+    let mut exec = exec(&fixture, v1::Process::default(), false).await.unwrap();
+    let v1::host_message::Kind::Exec(asked) = agent.hear_message().await else { panic!("no exec") };
+    let begins = Width::GROWING.begins();
+    agent.connection.send_output(asked.stream_id, v1::Output::Stdout, begins, |_| begins).unwrap();
+    agent.flush().await;
+    // Out of the daemon's channels, and not gone.
+    let piece = exec.output.recv().await;
+    assert!(matches!(&piece, Some(ExecOutput::Stdout(data)) if data.len() == begins), "{piece:?}");
+    fixture.guest.sync(1);
+    let heard = agent.hear_message().await;
+    assert!(matches!(heard, v1::host_message::Kind::Sync(_)), "granted what is still there: {heard:?}");
+    drop(piece);
+    let heard = agent.hear_message().await;
+    let v1::host_message::Kind::StreamCredit(credit) = heard else { panic!("no credit but {heard:?}") };
+    assert!(credit.bytes as usize >= begins, "{credit:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_guest_that_begins_nothing_is_not_waited_for_and_ends_it_should_it_come_to_it() {
+    let mut fixture = fixture();
+    let mut agent = fixture.connect_to(PROTOCOL).await;
+    let mut exec = exec(&fixture, v1::Process::default(), false).await.unwrap();
+    let failed = exec.output.recv().await;
+    let Some(ExecOutput::Failed(error)) = failed else { panic!("{failed:?}") };
+    assert_eq!(error.failure, kibo_protocol::v1::StreamFailure::GuestUnavailable);
+    assert!(error.message.contains("within 60 s"), "{}", error.message);
+    let v1::host_message::Kind::Exec(asked) = agent.hear_message().await else { panic!("no exec") };
+    let v1::host_message::Kind::Hangup(hangup) = agent.hear_message().await else { panic!("no hangup") };
+    assert_eq!(hangup.stream_id, asked.stream_id);
+}

@@ -7,7 +7,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
 use kibo_guest_protocol::ProcessEnd;
-use kibo_guest_protocol::flow::Width;
+use kibo_guest_protocol::flow::Widths;
 use kibo_guest_protocol::v1::{self, Output, StartFailure, StartFailureReason, archive::Direction};
 use rustix::io::FdFlags;
 use rustix::process::Pid;
@@ -24,7 +24,7 @@ use crate::turn::Turn;
 /// What is heard of a failure.
 const MAX_COMPLAINT: usize = 4096;
 
-pub(super) fn start(request: v1::Archive, workspace: &Workspace, width: Width) -> Result<Stream, StartFailure> {
+pub(super) fn start(request: v1::Archive, workspace: &Workspace, widths: Widths) -> Result<Stream, StartFailure> {
     let order = match request.direction {
         Some(Direction::Read(read)) => Order::Read { path: read.path },
         Some(Direction::Write(write)) => {
@@ -35,11 +35,11 @@ pub(super) fn start(request: v1::Archive, workspace: &Workspace, width: Width) -
             return Err(start_failure(StartFailureReason::Invalid, message));
         }
     };
-    run(&order, workspace, width)
+    run(&order, workspace, widths)
         .map_err(|error| start_failure(StartFailureReason::Other, format!("failed to start the archiver: {error}")))
 }
 
-fn run(order: &Order, workspace: &Workspace, width: Width) -> io::Result<Stream> {
+fn run(order: &Order, workspace: &Workspace, widths: Widths) -> io::Result<Stream> {
     let namespace = workspace.namespace.as_raw_fd();
     let (complaint, stderr) = pipe::readable()?;
     // The agent's own root, not the Workspace's: nobody there chooses what runs.
@@ -48,11 +48,11 @@ fn run(order: &Order, workspace: &Workspace, width: Width) -> io::Result<Stream>
     let (inlet, outlets) = if matches!(order, Order::Read { .. }) {
         let (stdout, writer) = pipe::readable()?;
         command.stdin(Stdio::null()).stdout(writer);
-        (None, vec![Outlet::new(Output::Stdout, Source::Pipe(stdout), width)])
+        (None, vec![Outlet::new(Output::Stdout, Source::Pipe(stdout), widths.output)])
     } else {
         let (stdin, reader) = pipe::writable()?;
         command.stdin(reader).stdout(Stdio::null());
-        (Some(Inlet::new(Sink::Pipe(stdin), width)), Vec::new())
+        (Some(Inlet::new(Sink::Pipe(stdin), widths.input)), Vec::new())
     };
     let prepare = move || {
         #[allow(unsafe_code, reason = "a closure for pre_exec cannot borrow")]

@@ -3,7 +3,7 @@
 use std::io;
 use std::process::Stdio;
 
-use kibo_guest_protocol::flow::Width;
+use kibo_guest_protocol::flow::Widths;
 use kibo_guest_protocol::v1::{self, Output, StartFailure, StartFailureReason};
 
 use super::inlet::{Inlet, Sink};
@@ -18,7 +18,7 @@ pub(super) fn start(
     request: &v1::Exec,
     workspace: &Workspace,
     base: &[v1::EnvVar],
-    width: Width,
+    widths: Widths,
 ) -> Result<Stream, StartFailure> {
     let mut process = request.process.clone().unwrap_or_default();
     let mut base = base.to_vec();
@@ -28,14 +28,14 @@ pub(super) fn start(
         process.argv = vec![shell];
     }
     match &request.terminal {
-        Some(terminal) => with_terminal(terminal, (request.stdin, width), &process, workspace, &base),
-        None => with_pipes((request.stdin, width), &process, workspace, &base),
+        Some(terminal) => with_terminal(terminal, (request.stdin, widths), &process, workspace, &base),
+        None => with_pipes((request.stdin, widths), &process, workspace, &base),
     }
 }
 
 fn with_terminal(
     asked: &v1::Terminal,
-    (stdin, width): (bool, Width),
+    (stdin, widths): (bool, Widths),
     process: &v1::Process,
     workspace: &Workspace,
     base: &[v1::EnvVar],
@@ -45,14 +45,14 @@ fn with_terminal(
     let fds = Fds { stdin: clone()?, stdout: clone()?, stderr: clone()?, terminal: Some(asked.term.clone()) };
     let pid = spawn(workspace, process, base, fds)?;
     // Without input, whoever reads finds a terminal at which nobody types.
-    let inlet = stdin.then(|| Inlet::new(Sink::Terminal(terminal.clone()), width));
-    let outlets = vec![Outlet::new(Output::Stdout, Source::Terminal(terminal.clone()), width)];
+    let inlet = stdin.then(|| Inlet::new(Sink::Terminal(terminal.clone()), widths.input));
+    let outlets = vec![Outlet::new(Output::Stdout, Source::Terminal(terminal.clone()), widths.output)];
     let kind = Kind::Command { process: Process::new(pid), terminal: Some(terminal) };
     Ok(Stream { kind, inlet, outlets, hung_up: false })
 }
 
 fn with_pipes(
-    (stdin, width): (bool, Width),
+    (stdin, widths): (bool, Widths),
     process: &v1::Process,
     workspace: &Workspace,
     base: &[v1::EnvVar],
@@ -62,13 +62,13 @@ fn with_pipes(
     let (stderr, stderr_writer) = pipe::readable().map_err(broken)?;
     let (inlet, stdin) = if stdin {
         let (writer, reader) = pipe::writable().map_err(broken)?;
-        (Some(Inlet::new(Sink::Pipe(writer), width)), Stdio::from(reader))
+        (Some(Inlet::new(Sink::Pipe(writer), widths.input)), Stdio::from(reader))
     } else {
         (None, Stdio::null())
     };
     let fds = Fds { stdin, stdout: stdout_writer.into(), stderr: stderr_writer.into(), terminal: None };
     let pid = spawn(workspace, process, base, fds)?;
-    let outlet = |output, pipe| Outlet::new(output, Source::Pipe(pipe), width);
+    let outlet = |output, pipe| Outlet::new(output, Source::Pipe(pipe), widths.output);
     let outlets = vec![outlet(Output::Stdout, stdout), outlet(Output::Stderr, stderr)];
     let kind = Kind::Command { process: Process::new(pid), terminal: None };
     Ok(Stream { kind, inlet, outlets, hung_up: false })

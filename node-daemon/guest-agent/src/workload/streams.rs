@@ -80,13 +80,13 @@ impl Streams {
         connection: &mut GuestConnection,
     ) {
         let id = request.stream_id;
-        let started = self.check(id).and_then(|()| exec::start(request, workspace, base, connection.width()));
+        let started = self.check(id).and_then(|()| exec::start(request, workspace, base, connection.widths()));
         self.opened(id, started, connection);
     }
 
     pub fn archive(&mut self, request: v1::Archive, workspace: &Workspace, connection: &mut GuestConnection) {
         let id = request.stream_id;
-        let started = self.check(id).and_then(|()| archiver::start(request, workspace, connection.width()));
+        let started = self.check(id).and_then(|()| archiver::start(request, workspace, connection.widths()));
         self.opened(id, started, connection);
     }
 
@@ -95,7 +95,7 @@ impl Streams {
         match self.check(id).and_then(|()| Connecting::begin(request.port)) {
             Err(failure) => refuse(id, failure, connection),
             Ok(progress) => {
-                let (kind, inlet) = (Kind::Connected, Some(Inlet::waiting(connection.width())));
+                let (kind, inlet) = (Kind::Connected, Some(Inlet::waiting(connection.widths().input)));
                 self.open.insert(id, Stream { kind, inlet, outlets: Vec::new(), hung_up: false });
                 self.progress(id, progress, connection);
             }
@@ -134,7 +134,8 @@ impl Streams {
             }
             Progress::Connected(socket) => {
                 stream.kind = Kind::Connected;
-                stream.outlets.push(Outlet::new(Output::Stdout, Source::Socket(socket.clone()), connection.width()));
+                let width = connection.widths().output;
+                stream.outlets.push(Outlet::new(Output::Stdout, Source::Socket(socket.clone()), width));
                 send(connection, v1::ExecStarted { stream_id: id, pid: 0 });
                 if let Some(inlet) = &mut stream.inlet {
                     inlet.connected(Sink::Socket(socket), id, connection);

@@ -86,7 +86,7 @@ fn many_connections_go_at_once_and_one_that_nobody_reads_holds_nobody_up() {
     let flood = connect(&mut machine, 8080);
     machine.type_in(flood, b"f");
     let mut heard = 0;
-    while heard < flow::Width::WIDE.bytes() {
+    while heard < flow::Width::GROWING.begins() {
         heard += machine.wait_for("the flood", |event| match event {
             HostEvent::Output { data, .. } => Some(data.len()),
             _ => None,

@@ -84,7 +84,7 @@ fn a_slow_reader_stops_its_own_writer_and_nobody_else() {
     let mut machine = Machine::ready(configure());
     let greedy = machine.exec(shell("yes; true"), false);
     let mut heard = 0;
-    while heard < flow::Width::WIDE.bytes() {
+    while heard < flow::Width::GROWING.begins() {
         heard += machine.wait_for("output", |event| match event {
             HostEvent::Output { data, .. } => Some(data.len()),
             _ => None,

@@ -132,7 +132,7 @@ fn a_terminal_that_nobody_reads_stops_its_own_writer_and_nobody_else() {
     let mut machine = Machine::ready(configure());
     let greedy = start(&mut machine, "yes");
     let mut heard = 0;
-    while heard < flow::Width::WIDE.bytes() {
+    while heard < flow::Width::GROWING.begins() {
         heard += machine.wait_for("output", |event| match event {
             HostEvent::Output { data, .. } => Some(data.len()),
             _ => None,

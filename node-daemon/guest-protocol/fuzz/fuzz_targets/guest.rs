@@ -42,14 +42,15 @@ fn step(connection: &mut GuestConnection, input: &mut Input<'_>) {
         }
         2 => {
             let nonce = u64::from(input.byte() % 3);
-            let protocol = u32::from(input.byte() % 4);
+            let protocol = u32::from(input.byte() % 5);
             say(connection, Nonce::new(nonce), v1::Hello { nonce, protocol, ..v1::Hello::default() });
         }
         3 => say(connection, Nonce::new(u64::from(input.byte() % 3)), v1::Ping::default()),
         4 => connection.hang_up(),
         5 => {
             let (nonce, bytes) = (Nonce::new(u64::from(input.byte() % 3)), u32::from(input.byte()) * 300);
-            say(connection, nonce, v1::StdinRun { stream_id: 1, bytes, sum: 0 });
+            let masked = input.byte().is_multiple_of(2);
+            say(connection, nonce, v1::StdinRun { stream_id: 1, bytes, sum: 0, masked });
         }
         6 => {
             let bytes = input.bytes();

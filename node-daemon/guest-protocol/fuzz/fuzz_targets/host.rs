@@ -42,7 +42,7 @@ impl Play {
             0 => self.receive(input.bytes()),
             1 => self.receive_frame(input.bytes()),
             2 => {
-                let protocol = u32::from(input.byte() % 4);
+                let protocol = u32::from(input.byte() % 5);
                 self.say(v1::HelloReply { nonce: NONCE.get(), protocol, ..v1::HelloReply::default() })
             }
             8 => {
