@@ -250,7 +250,10 @@ impl<'a> Lives<'a> {
 
     /// Its entrypoint, which Available may be a moment ahead of, ran so often in all; the layer is the one of its first run.
     async fn has_run(&self, name: &str, times: u32) -> Result<()> {
-        let wait = format!("until [ $(wc -l < /data/runs) -ge {times} ]; do sleep 0.1; done 2>/dev/null");
+        // Not for ever, so that a failure says what it found.
+        let wait = format!(
+            "n=0; until [ $(wc -l < /data/runs) -ge {times} ] || [ $n -ge 600 ]; do n=$((n+1)); sleep 0.1; done 2>/dev/null"
+        );
         let note = if times == 1 { "echo kept > /root/note; sync" } else { "true" };
         let found = self.place.sh(name, &format!("{wait}; {note}; cat /root/note; wc -l < /data/runs")).await?;
         ensure!(found == format!("kept\n{times}"), "layer and number of its runs: {found:?}");

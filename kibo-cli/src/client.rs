@@ -17,6 +17,9 @@ use crate::{
     output::{Table, remark, words::age},
 };
 
+/// Longer than whoever is asked waits for others in turn.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(90);
+
 /// Options of every command.
 #[derive(Args, Clone, Debug)]
 pub struct Global {
@@ -87,6 +90,14 @@ impl Cluster {
         })
     }
 
+    /// The API server at some address, as nobody.
+    #[cfg(test)]
+    pub fn at(url: &str, timeout: Duration) -> Self {
+        let client = Client::try_from(Config::new(url.parse().expect("an address"))).expect("without TLS");
+        let (server, default_namespace) = (url.to_owned(), "default".to_owned());
+        Self { client, server, explicit_namespace: None, default_namespace, timeout }
+    }
+
     pub fn namespace(&self) -> &str {
         self.explicit_namespace.as_deref().unwrap_or(&self.default_namespace)
     }
@@ -114,6 +125,22 @@ impl Cluster {
             Err(kube::Error::Api(status)) if status.is_forbidden() => Ok(()),
             answer => answer.map(|_| ()).on(subject),
         }
+    }
+
+    /// The answer of a server to `asked`, or the beginning of one that goes on: that has no bound of its own.
+    pub async fn answered<T>(
+        &self,
+        subject: &Subject,
+        asked: impl Future<Output = Result<T, kube::Error>>,
+    ) -> Result<T> {
+        let within = ANSWERS_WITHIN.min(self.timeout);
+        let answer = tokio::time::timeout(within, asked).await.map_err(|_| {
+            let message =
+                format!("{subject}: no answer within {within:?} of the API server, or of the operator behind it");
+            Error::new(Kind::Unavailable, message)
+                .next("try again; whether they answer at all: kubectl get --raw /readyz")
+        })?;
+        answer.on(subject)
     }
 
     pub fn now() -> Timestamp {
@@ -260,6 +287,19 @@ fn explain_token(error: Error, paging: &Paging) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn nobody_waits_for_a_server_that_never_answers() {
+        // It takes connections, and says nothing.
+        let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}", silent.local_addr().unwrap());
+        let cluster = Cluster::at(&url, Duration::from_millis(300));
+        let subject = Subject::namespaced("Workspace", "dev", "default");
+        let asked = cluster.namespaced::<kibo_crds::Workspace>("default");
+        let error = cluster.answered(&subject, asked.get("dev")).await.unwrap_err();
+        assert_eq!(error.kind, Kind::Unavailable, "{error}");
+        assert!(error.message.contains("no answer within 300ms"), "{error}");
+    }
 
     #[test]
     fn time_spans_are_read() {

@@ -21,7 +21,7 @@ use tokio::{
 use super::location::Source;
 use crate::{
     errors::{Error, Kind, Result},
-    workspace::stream::{channels::PIECE, cp::local},
+    workspace::stream::{channels::DATA, cp::local},
 };
 
 pub async fn read(path: &Path) -> Result<Source> {
@@ -36,7 +36,7 @@ pub async fn read(path: &Path) -> Result<Source> {
         let path = path.clone();
         async move {
             let mut file = file?;
-            let mut piece = BytesMut::with_capacity(PIECE);
+            let mut piece = BytesMut::with_capacity(DATA);
             match file.read_buf(&mut piece).await {
                 Ok(0) => None,
                 Ok(_) => Some((Ok(piece.freeze()), Some(file))),

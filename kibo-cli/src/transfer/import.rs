@@ -209,7 +209,7 @@ async fn feed(sender: &mut Sender, beginning: Bytes, mut source: Source, progres
     while let Some(mut bytes) = piece {
         progress.add(bytes.len());
         while !bytes.is_empty() {
-            let part = bytes.split_to(bytes.len().min(channels::PIECE));
+            let part = bytes.split_to(bytes.len().min(channels::DATA));
             if sender.send(Channel::Stdin, &part).await.is_err() {
                 return std::future::pending().await;
             }

@@ -5,14 +5,15 @@ use kube::{Api, ResourceExt as _, api::ListParams};
 
 use crate::{
     client::Cluster,
-    errors::{Error, Kind, On as _, Result, Subject},
+    errors::{Error, Kind, Result, Subject},
 };
 
 /// Reads the Workspace that is meant.
 pub async fn fetch(cluster: &Cluster, name_or_id: &str) -> Result<(Workspace, Subject)> {
     let Ok(id) = name_or_id.parse::<WorkspaceId>() else {
         let subject = Subject::namespaced("Workspace", name_or_id, cluster.namespace());
-        let workspace = cluster.namespaced::<Workspace>(cluster.namespace()).get(name_or_id).await.on(&subject)?;
+        let workspaces = cluster.namespaced::<Workspace>(cluster.namespace());
+        let workspace = cluster.answered(&subject, workspaces.get(name_or_id)).await?;
         return Ok((workspace, subject));
     };
     let workspace = by_id(cluster, id).await?;
@@ -29,17 +30,17 @@ async fn by_id(cluster: &Cluster, id: WorkspaceId) -> Result<Workspace> {
     let named = Subject::cluster("Workspace", &id.to_string());
     let params = ListParams::default().fields(&format!("status.id={id}"));
     let here = cluster.namespaced::<Workspace>(cluster.namespace());
+    let in_here = async || cluster.answered(&named, here.list(&params)).await;
     let found = if cluster.explicit_namespace.is_some() {
-        here.list(&params).await.on(&named)?
+        in_here().await?
     } else {
-        match Api::<Workspace>::all(cluster.client.clone()).list(&params).await {
+        let everywhere = Api::<Workspace>::all(cluster.client.clone());
+        match cluster.answered(&named, everywhere.list(&params)).await {
             // Somebody whose rights end at a namespace still finds what is in it.
-            Err(kube::Error::Api(status)) if status.is_forbidden() => here
-                .list(&params)
+            Err(error) if error.kind == Kind::NotPermitted => in_here()
                 .await
-                .on(&named)
                 .map_err(|error| error.next("you may not look in all namespaces: say with -n where it is"))?,
-            answer => answer.on(&named)?,
+            answer => answer?,
         }
     };
     found.items.into_iter().next().ok_or_else(|| {

@@ -11,7 +11,7 @@ use super::{
     discovery::{GROUP, VERSION},
     front_proxy::User,
     request::Subresource,
-    status::ApiError,
+    status::{ApiError, answered},
 };
 
 /// Which Workspace, and what of it.
@@ -64,10 +64,8 @@ impl fmt::Display for Right {
 /// Asks Kubernetes; an error means that the request is not served.
 pub async fn authorize(client: &Client, user: &User, right: &Right) -> Result<(), ApiError> {
     let reviews: Api<SubjectAccessReview> = Api::all(client.clone());
-    let review = reviews
-        .create(&PostParams::default(), &review(user, right))
-        .await
-        .map_err(|error| ApiError::kubernetes("asking whether the user may do this", error))?;
+    let (params, review) = (PostParams::default(), review(user, right));
+    let review = answered("asking whether the user may do this", reviews.create(&params, &review)).await?;
     decide(user, right, review.status)
 }
 

@@ -164,10 +164,8 @@ impl Server {
     async fn authorized(&self, user: &User, target: &Target) -> Result<Workspace, ApiError> {
         authorization::authorize(&self.ctx.client, user, &target.right()).await?;
         let workspaces: Api<Workspace> = Api::namespaced(self.ctx.client.clone(), &target.namespace);
-        let found = workspaces.get_opt(&target.name).await;
-        found
-            .map_err(|error| ApiError::kubernetes("reading the Workspace", error))?
-            .ok_or_else(|| ApiError::NoWorkspace { namespace: target.namespace.clone(), name: target.name.clone() })
+        let found = status::answered("reading the Workspace", workspaces.get_opt(&target.name)).await?;
+        found.ok_or_else(|| ApiError::NoWorkspace { namespace: target.namespace.clone(), name: target.name.clone() })
     }
 }
 

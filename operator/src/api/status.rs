@@ -1,5 +1,7 @@
 //! Failures of the API, answered as `Status` objects, which every Kubernetes client understands.
 
+use std::time::Duration;
+
 use axum::{
     Json,
     http::StatusCode,
@@ -7,6 +9,7 @@ use axum::{
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Status, StatusCause, StatusDetails};
 use kibo_crds::{NodeId, workspace::WorkspacePhase};
+use tokio::time::timeout;
 
 use super::{authorization::Right, discovery::GROUP};
 use crate::{
@@ -49,16 +52,26 @@ pub enum ApiError {
     Kubernetes { what: &'static str, source: Box<kube::Error> },
 }
 
+/// The API server answers at once. While it does not, a client is better told so than left to wait.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(10);
+
+/// What the API server answers while a request is served.
+pub async fn answered<T>(
+    what: &'static str,
+    asked: impl Future<Output = Result<T, kube::Error>>,
+) -> Result<T, ApiError> {
+    let answer = timeout(ANSWERS_WITHIN, asked).await.map_err(|_| {
+        let seconds = ANSWERS_WITHIN.as_secs();
+        ApiError::Unavailable(format!("{what}: the API server did not answer the operator within {seconds} s"))
+    })?;
+    answer.map_err(|source| ApiError::Kubernetes { what, source: Box::new(source) })
+}
+
 fn phase_word(phase: Option<WorkspacePhase>) -> String {
     phase.map_or_else(|| "not seen by the operator yet".to_owned(), |phase| format!("{phase:?}"))
 }
 
 impl ApiError {
-    /// A call to the Kubernetes API that failed while a request was served.
-    pub fn kubernetes(what: &'static str, source: kube::Error) -> Self {
-        Self::Kubernetes { what, source: Box::new(source) }
-    }
-
     /// A transfer that is not begun.
     pub fn of_refusal(name: &str, refusal: Refusal) -> Self {
         match refusal.reason {
@@ -164,6 +177,14 @@ impl IntoResponse for ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn an_api_server_that_does_not_answer_is_not_waited_for() {
+        let never = std::future::pending::<Result<(), kube::Error>>();
+        let error = answered("reading the Workspace", never).await.unwrap_err();
+        assert_eq!(error.to_status().code, Some(503));
+        assert!(error.to_string().contains("within 10 s: try again"), "{error}");
+    }
 
     #[test]
     fn a_workspace_that_does_not_run_says_its_phase_and_what_to_do() {

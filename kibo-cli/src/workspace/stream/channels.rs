@@ -16,12 +16,15 @@ use tokio_tungstenite::tungstenite::{self, Message};
 use super::path;
 use crate::{
     client::Cluster,
-    errors::{Error, Kind, On as _, Result, Subject, from_status, root},
+    errors::{Error, Kind, Result, Subject, from_status, root},
 };
 
-/// Size of the pieces that are sent: large enough that their frames cost nothing, small enough for a terminal's
-/// keystrokes to pass between two of them.
-pub const PIECE: usize = 128 * 1024;
+/// The bytes that are sent at once: so many that their frames cost nothing and a guest gets in one run all that it can, so
+/// few that a terminal's keystrokes pass between two pieces.
+pub const DATA: usize = 256 * 1024;
+
+/// The same with the channel before them.
+pub const PIECE: usize = 1 + DATA;
 
 /// The operator gives a sign of life every five seconds.
 const SILENCE: Duration = Duration::from_secs(30);
@@ -71,13 +74,20 @@ pub async fn open(
     let query = form_urlencoded::Serializer::new(String::new()).extend_pairs(query).finish();
     let request = Request::get(format!("{}?{query}", path(subject, subresource))).body(Vec::new());
     let request = request.map_err(|error| Error::invalid(format!("{subject}: {error}")))?;
-    let connection = cluster.client.connect(request).await.on(subject)?;
+    let connection = cluster.answered(subject, cluster.client.connect(request)).await?;
     if !connection.supports_stream_close() {
         let message = format!("{subject}: the operator is too old: it cannot be told where an input ends");
         return Err(Error::new(Kind::Unavailable, message));
     }
     let (sink, messages) = connection.into_stream().split();
     Ok((Sender(Box::pin(sink)), Receiver { messages: messages.boxed() }))
+}
+
+/// Standard input. A pipe gets room for a whole piece.
+pub fn stdin() -> tokio::io::Stdin {
+    // Anything else than a pipe refuses, and is as it is.
+    let _ = rustix::pipe::fcntl_setpipe_size(std::io::stdin(), DATA);
+    tokio::io::stdin()
 }
 
 impl Sender {

@@ -11,7 +11,7 @@ use tokio::{
 };
 
 use super::{
-    channels::{self, Broken, Channel, FromServer, PIECE, Receiver, Sender},
+    channels::{self, Broken, Channel, DATA, FromServer, Receiver, Sender},
     check_available,
     terminal::{self, Raw},
 };
@@ -151,8 +151,8 @@ struct Order {
 
 /// Sends the input to its end, and orders between its pieces. Ends only when the connection does.
 async fn feed(mut sender: Sender, stdin: bool, mut orders: mpsc::Receiver<Order>) -> Broken {
-    let mut input = stdin.then(tokio::io::stdin);
-    let mut buffer = vec![0; PIECE];
+    let mut input = stdin.then(channels::stdin);
+    let mut buffer = vec![0; DATA];
     loop {
         let read = async {
             match &mut input {

@@ -1,6 +1,6 @@
 //! `kibo workspace logs`.
 
-use std::{future, time::Duration};
+use std::{future, io, time::Duration};
 
 use clap::Args;
 use futures::{AsyncReadExt as _, StreamExt as _, TryStreamExt as _};
@@ -11,12 +11,16 @@ use kube::{
     ResourceExt as _,
     runtime::{WatchStreamExt as _, watcher},
 };
-use tokio::{io::AsyncWriteExt as _, sync::watch, time::sleep};
+use tokio::{
+    io::AsyncWriteExt as _,
+    sync::watch,
+    time::{sleep, timeout},
+};
 
 use super::{path, phase, resume::Follower};
 use crate::{
     client::{Cluster, duration},
-    errors::{Error, Kind, On as _, Result, Subject, root},
+    errors::{Error, Kind, Result, Subject, root},
     output::{remark, words::enum_word},
     workspace::target,
 };
@@ -24,6 +28,9 @@ use crate::{
 /// Between two attempts to go on, at first and at most.
 const PAUSE: Duration = Duration::from_millis(300);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// Nothing tells a log in which nobody writes from a connection whose other end is gone without a word. So it is opened
+/// anew after so much silence, and goes on where it was.
+const QUIET: Duration = Duration::from_secs(120);
 /// After the Workspace is gone, its log ends by itself.
 const LAST_WORDS: Duration = Duration::from_secs(3);
 
@@ -65,6 +72,8 @@ struct Log<'a> {
 enum Ended {
     /// In order: the node has no more of it.
     Whole,
+    /// Not at all, perhaps.
+    Quiet,
     Broken(Error),
 }
 
@@ -73,7 +82,7 @@ impl Log<'_> {
         let query = form_urlencoded::Serializer::new(String::new()).extend_pairs(query).finish();
         let request = Request::get(format!("{}?{query}", path(&self.subject, "log"))).body(Vec::new());
         let request = request.map_err(|error| Error::invalid(format!("{}: {error}", self.subject)))?;
-        Ok(Box::pin(self.cluster.client.request_stream(request).await.on(&self.subject)?))
+        Ok(Box::pin(self.cluster.answered(&self.subject, self.cluster.client.request_stream(request)).await?))
     }
 
     async fn print(&self, args: &Logs) -> Result<()> {
@@ -81,7 +90,8 @@ impl Log<'_> {
         let mut stdout = tokio::io::stdout();
         let mut buffer = vec![0; 64 * 1024];
         loop {
-            let length = log.read(&mut buffer).await.map_err(|error| {
+            let read = timeout(QUIET, log.read(&mut buffer)).await;
+            let length = read.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())).map_err(|error| {
                 self.broken(&error).next(format!("read on: {}", self.subject.command("logs --since-time TIME")))
             })?;
             if length == 0 {
@@ -92,7 +102,7 @@ impl Log<'_> {
         }
     }
 
-    fn broken(&self, error: &std::io::Error) -> Error {
+    fn broken(&self, error: &io::Error) -> Error {
         Error::new(Kind::Unavailable, format!("{}: the log broke off before its end: {}", self.subject, root(error)))
     }
 
@@ -106,6 +116,7 @@ impl Log<'_> {
             let mut query = with_times(first_query(args));
             let (mut pause, mut is_first, mut was_told) = (PAUSE, true, false);
             loop {
+                let mut is_quiet = false;
                 let node = changes.borrow_and_update().node.clone();
                 let opened = self.open(&query).await;
                 match opened {
@@ -118,8 +129,10 @@ impl Log<'_> {
                         if was_new {
                             pause = PAUSE;
                         }
-                        if let Ended::Broken(error) = ended {
-                            was_told = tell(&error, false);
+                        match ended {
+                            Ended::Whole => {}
+                            Ended::Quiet => is_quiet = true,
+                            Ended::Broken(error) => was_told = tell(&error, false),
                         }
                     }
                     Err(error) if is_first || !may_pass(error.kind) => return Err(error),
@@ -128,12 +141,14 @@ impl Log<'_> {
                 if changes.borrow().is_gone || self.is_gone(workspace).await {
                     return Ok(());
                 }
-                // The log of a Workspace that is stopped ends at once, until it starts again.
-                tokio::select! {
-                    () = sleep(pause) => {}
-                    _ = changes.changed() => {}
+                if !is_quiet {
+                    // The log of a Workspace that is stopped ends at once, until it starts again.
+                    tokio::select! {
+                        () = sleep(pause) => {}
+                        _ = changes.changed() => {}
+                    }
+                    pause = (pause * 2).min(LONGEST_PAUSE);
                 }
-                pause = (pause * 2).min(LONGEST_PAUSE);
                 query = with_times(match follower.reopen() {
                     Some(time) => vec![("follow", "true".to_owned()), ("sinceTime", time.to_string())],
                     // Nothing was to be printed of what was there at first.
@@ -166,6 +181,7 @@ impl Log<'_> {
         loop {
             let read = tokio::select! {
                 read = log.read(&mut buffer) => read,
+                () = sleep(QUIET) => return Ok((was_new, Ended::Quiet)),
                 moved = moved(changes, node) => {
                     remark(&format!("{} runs on node {moved} now: going on with the log there", self.subject));
                     return Ok((was_new, Ended::Whole));
@@ -214,7 +230,8 @@ impl Log<'_> {
     /// None knows better than the API server; somebody who may not ask goes on.
     async fn is_gone(&self, workspace: &Workspace) -> bool {
         let namespace = self.subject.namespace.clone().unwrap_or_default();
-        let now = self.cluster.namespaced::<Workspace>(&namespace).get_metadata_opt(&self.subject.name).await;
+        let workspaces = self.cluster.namespaced::<Workspace>(&namespace);
+        let now = self.cluster.answered(&self.subject, workspaces.get_metadata_opt(&self.subject.name)).await;
         now.is_ok_and(|now| now.is_none_or(|now| now.uid() != workspace.uid()))
     }
 }
@@ -290,4 +307,39 @@ fn first_query(args: &Logs) -> Vec<(&'static str, String)> {
 fn with_times(mut query: Vec<(&'static str, String)>) -> Vec<(&'static str, String)> {
     query.push(("timestamps", "true".to_owned()));
     query
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Says one line, and nothing any more.
+    struct Silent(&'static [u8]);
+
+    impl futures::AsyncRead for Silent {
+        fn poll_read(
+            mut self: std::pin::Pin<&mut Self>,
+            _: &mut std::task::Context<'_>,
+            buffer: &mut [u8],
+        ) -> std::task::Poll<io::Result<usize>> {
+            let said = std::mem::take(&mut self.0);
+            if said.is_empty() {
+                return std::task::Poll::Pending;
+            }
+            buffer[..said.len()].copy_from_slice(said);
+            std::task::Poll::Ready(Ok(said.len()))
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_log_that_is_silent_for_long_is_opened_anew_where_it_was() {
+        let cluster = Cluster::at("http://127.0.0.1:1", Duration::from_secs(1));
+        let log = Log { cluster: &cluster, subject: Subject::namespaced("Workspace", "dev", "default") };
+        let (_seen, mut changes) = watch::channel(Seen::default());
+        let mut follower = Follower::new(false);
+        let line = Silent(b"2026-01-01T00:00:01Z said\n");
+        let (was_new, ended) = log.read(line, &mut follower, &mut changes, None).await.unwrap();
+        assert!(was_new && matches!(ended, Ended::Quiet));
+        assert_eq!(follower.reopen(), Some("2026-01-01T00:00:01Z".parse().unwrap()));
+    }
 }

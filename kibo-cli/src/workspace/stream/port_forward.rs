@@ -27,7 +27,7 @@ use tokio::{
 };
 
 use super::{
-    channels::{self, Channel, FromServer, PIECE, Receiver, Sender},
+    channels::{self, Channel, DATA, FromServer, PIECE, Receiver, Sender},
     check_available, phase,
 };
 use crate::{
@@ -219,7 +219,7 @@ async fn give(mut from: ReadHalf<'_>, mut sender: Sender) -> End {
     loop {
         buffer.reserve(PIECE);
         buffer.put_u8(Channel::Stdin as u8);
-        let mut limited = (&mut from).take(PIECE as u64 - 1);
+        let mut limited = (&mut from).take(DATA as u64);
         let sent = match limited.read_buf(&mut buffer).await {
             Err(_) => return End::Whole,
             Ok(0) => {

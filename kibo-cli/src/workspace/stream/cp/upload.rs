@@ -190,7 +190,7 @@ async fn ended(mut receiver: Receiver, subject: &Subject) -> Result<()> {
 fn stdin() -> (mpsc::Receiver<Bytes>, Feed) {
     let (messages, received) = mpsc::channel(2);
     let feed = tokio::spawn(async move {
-        let mut stdin = tokio::io::stdin();
+        let mut stdin = channels::stdin();
         loop {
             let mut piece = vec![0; PIECE];
             piece[0] = Channel::Stdin as u8;
