@@ -7,7 +7,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use kibo_guest_protocol::GuestConnection;
+use kibo_guest_protocol::{GuestConnection, MAX_RUN};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
@@ -20,8 +20,9 @@ const LONG_AFTER: Duration = Duration::from_secs(10);
 /// Above this much unsent output, nothing more is read from the workload.
 const CROWDED: usize = 512 * 1024;
 
-/// What is read in one round of the loop, more or less: the kernel gives a page at a time.
-const BYTES_OF_A_TURN: usize = 64 * 1024;
+/// What is read in one round of the loop, more or less: the kernel gives a page at a time, and a look at everybody costs as
+/// much as many pages.
+const BYTES_OF_A_TURN: usize = MAX_RUN;
 const PAGE: usize = 4096;
 
 pub struct Port {

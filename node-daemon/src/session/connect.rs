@@ -13,6 +13,8 @@ const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Of one stream, in both directions.
 const STREAM_WINDOW: u32 = 1 << 20;
+/// A piece of a stream is few frames, not sixteen.
+const HTTP2_FRAME: u32 = 128 << 10;
 
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
@@ -91,7 +93,8 @@ pub async fn connect(endpoint: &Endpoint, trust: &Trust) -> Result<Channel, Conn
         .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
         .keep_alive_while_idle(true)
         .initial_stream_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(STREAM_WINDOW * 4);
+        .initial_connection_window_size(STREAM_WINDOW * 4)
+        .max_frame_size(HTTP2_FRAME);
     match tokio::time::timeout(CONNECT_TIMEOUT * 2, channel.connect()).await {
         Ok(connected) => connected.map_err(failed),
         Err(_) => Err(ConnectError::Connect { endpoint: endpoint.clone(), problem: "no answer in time".into() }),

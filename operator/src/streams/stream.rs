@@ -8,8 +8,9 @@ use tokio::sync::mpsc;
 
 use super::{Close, Dialled};
 
-/// Larger pieces are sent as several frames, so that a node holds little of a stream whose reader pauses.
-const FRAME: usize = 64 * 1024;
+/// Larger pieces are sent as several frames, so that a node holds little of a stream whose reader pauses. As much as a guest
+/// takes in one run: with one CPU, each that it gets costs it as much as many kilobytes.
+const FRAME: usize = 256 * 1024;
 
 /// Both directions, to be used apart.
 pub struct NodeStream {

@@ -79,7 +79,7 @@ async fn a_stream_that_the_node_dials_carries_both_directions() {
     assert_eq!(output.next().await.unwrap(), Some(OutputFrame::StdoutClosed));
     assert_eq!(output.next().await.unwrap(), Some(OutputFrame::Exit(exit)));
 
-    let large = vec![7; 150 * 1024];
+    let large = vec![7; 600 * 1024];
     let (written, received) = tokio::join!(
         async {
             assert!(input.resize(132, 43).await && input.signal(2).await);
@@ -91,7 +91,7 @@ async fn a_stream_that_the_node_dials_carries_both_directions() {
             while let Some(Ok(message)) = to_node.next().await {
                 match message.frame.unwrap() {
                     v1::stream_to_node::Frame::Stdin(data) => {
-                        assert!(data.len() <= 64 * 1024);
+                        assert!(data.len() <= 256 * 1024);
                         received.extend_from_slice(&data);
                     }
                     v1::stream_to_node::Frame::StdinClosed(closed) => assert!(closed),

@@ -3,31 +3,43 @@
 //! A regular file appears under its name when it is complete, with its owner, mode and time; whatever ends the archive
 //! early leaves no half of one. Nothing that an archive says leads out of its destination ([`super::destination`]).
 
+use std::cell::Cell;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 
+use kibo_guest_protocol::MAX_RUN;
 use rustix::fs::{
     AtFlags, FileType, Gid, Mode, Timespec, Timestamps, UTIME_OMIT, Uid, chownat, fchmod, fchown, futimens, linkat,
     makedev, mkdirat, mknodat, symlinkat, utimensat,
 };
 use rustix::io::Errno;
+use rustix::pipe::{SpliceFlags, splice};
 use tar::{Archive, Entry, EntryType, Header};
 
 use super::Error;
 use super::destination::{Destination, Place, is_directory, replace};
 
-const BUFFER: usize = 128 * 1024;
+/// What the pipe from the agent holds: each change between the two processes costs as much as many pages.
+const BUFFER: usize = MAX_RUN;
 
 /// The archive's bytes; knows whether they ended.
 struct Input {
     file: File,
     is_at_end: bool,
+    moved: Rc<Cell<u64>>,
 }
 
 impl Read for Input {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        // Whoever reads these wants to know where they end, and not what they are.
+        let moved = usize::try_from(self.moved.get()).unwrap_or(usize::MAX).min(buffer.len());
+        if moved > 0 {
+            self.moved.set(self.moved.get() - moved as u64);
+            return Ok(moved);
+        }
         let len = self.file.read(buffer)?;
         self.is_at_end |= len == 0 && !buffer.is_empty();
         Ok(len)
@@ -43,6 +55,10 @@ struct Attributes {
 
 struct Extraction {
     destination: Destination,
+    /// The archive's bytes once more, for those that go from the pipe into a file without being read.
+    pipe: File,
+    /// How many of them did, and have still to be passed over in the archive.
+    moved: Rc<Cell<u64>>,
     keep_owner: bool,
     buffer: Vec<u8>,
     /// A directory's time changes with what goes into it: it comes last.
@@ -52,8 +68,11 @@ struct Extraction {
 /// Takes the archive from `input` to its end.
 pub fn write(path: &Path, into_directory: bool, keep_owner: bool, input: File) -> Result<(), Error> {
     let destination = Destination::open(path, into_directory)?;
-    let mut extraction = Extraction { destination, keep_owner, buffer: vec![0; BUFFER], directories: Vec::new() };
-    let mut archive = Archive::new(Input { file: input, is_at_end: false });
+    let (pipe, moved) = (input.try_clone().map_err(unreadable)?, Rc::default());
+    let (buffer, directories) = (vec![0; BUFFER], Vec::new());
+    let mut extraction = Extraction { destination, pipe, moved, keep_owner, buffer, directories };
+    let moved = extraction.moved.clone();
+    let mut archive = Archive::new(Input { file: input, is_at_end: false, moved });
     let taken = extraction.take(&mut archive);
     // Also what was there before a cut gets the times that it should have.
     let timed = extraction.finish_directories();
@@ -125,13 +144,18 @@ impl Extraction {
     fn file(&mut self, entry: &mut Entry<'_, Input>, place: &Place, attributes: &Attributes) -> Result<(), Error> {
         let temporary = self.destination.temporary(place)?;
         let mut file = &temporary.file;
+        // What a sparse file says of its holes is for the archive's reader alone.
+        let is_plain = !matches!(entry.header().entry_type(), EntryType::GNUSparse);
+        let mut moved = if is_plain { self.move_bytes(file, entry.size(), &place.path)? } else { 0 };
         let mut written: u64 = 0;
         loop {
             let len = entry.read(&mut self.buffer).map_err(unreadable)?;
             if len == 0 {
                 break;
             }
-            file.write_all(&self.buffer[..len]).map_err(Error::file("write", &place.path))?;
+            let here = usize::try_from(moved).unwrap_or(usize::MAX).min(len);
+            moved -= here as u64;
+            file.write_all(&self.buffer[here..len]).map_err(Error::file("write", &place.path))?;
             written += len as u64;
         }
         // The end of the archive in the middle of a file looks like the file's own end.
@@ -144,6 +168,24 @@ impl Extraction {
             .and_then(|()| futimens(file, &attributes.times));
         dressed.map_err(|errno| Error::file("set the owner, mode and time of", &place.path)(errno.into()))?;
         temporary.publish(place.name()).map_err(Error::file("write", &place.path))
+    }
+
+    /// Moves bytes of the archive into a file, which spares copying them twice. Gives how many; what is left is read.
+    fn move_bytes(&self, file: &File, size: u64, path: &Path) -> Result<u64, Error> {
+        let mut moved = 0;
+        while moved < size {
+            let want = usize::try_from(size - moved).unwrap_or(usize::MAX).min(BUFFER);
+            match splice(&self.pipe, None, file, None, want, SpliceFlags::empty()) {
+                Ok(0) => break,
+                Ok(len) => moved += len as u64,
+                Err(Errno::INTR | Errno::AGAIN) => {}
+                // Some file systems take no pages.
+                Err(Errno::INVAL | Errno::NOSYS) => break,
+                Err(errno) => return Err(Error::file("write", path)(errno.into())),
+            }
+        }
+        self.moved.set(moved);
+        Ok(moved)
     }
 
     /// One that is there already stays as it is.
