@@ -9,6 +9,7 @@ use anyhow::{Context as _, Result, ensure};
 use k8s_openapi::api::core::v1::ConfigMap;
 use kibo_crds::{Node, Workspace};
 use kibo_e2e::local::{Component, NAMESPACE};
+use kibo_e2e::suite::program::Terminal;
 use kibo_e2e::suite::typed::{result, said};
 use kibo_e2e::suite::{Place, Suite, eventually};
 use kibo_protocol::EnrollmentToken;
@@ -22,6 +23,7 @@ fn main() -> ExitCode {
         .test("a_name_or_an_id_means_the_same_workspace", names_and_ids)
         .test("who_may_not_is_told_so", rights)
         .test("a_long_list_comes_in_pages", pages)
+        .test("colours_and_spinners_are_for_terminals", at_a_terminal)
         .test("a_shell_and_kubectl_complete_names", completions)
         .test("an_enrollment_token_fits_the_node_and_the_operator", enrollment)
         .alone("a_wait_outlives_a_restart_of_the_api_server", wait_through_restart)
@@ -136,6 +138,32 @@ async fn pages(place: Arc<Place>) -> Result<()> {
     said(&place, &["volume", "list", "--page-size", "2", "--page-token", "x"], 10, "").await?;
     said(&place, &["volume", "list", "--page-size", "2", "--all", "-q"], 0, "a\nb\nc\n").await?;
     said(&place, &["volume", "delete", "a", "b", "c"], 0, "deleted").await?;
+    Ok(())
+}
+
+async fn at_a_terminal(place: Arc<Place>) -> Result<()> {
+    const ESCAPE: &str = "\u{1b}[";
+    let template = template(&place).await?;
+    let create = ["workspace", "create", "w", "-t", &template, "--node-selector", "of=nobody"];
+    said(&place, &[&create[..], &["--when-unplaceable", "wait", "--no-wait"]].concat(), 0, "created").await?;
+    let list = ["workspace", "list"];
+    let shown = async |command: &tokio::process::Command, code: i32| {
+        let mut at = Terminal::start(command, 120, 40)?;
+        ensure!(at.ended().await? == code, "{:?}", at.text());
+        anyhow::Ok(at.text())
+    };
+    let coloured = shown(&place.kibo_command(&list), 0).await?;
+    ensure!(coloured.contains("NAME") && coloured.contains(ESCAPE), "{coloured:?}");
+    let plain = shown(place.kibo_command(&list).env("NO_COLOR", "1"), 0).await?;
+    ensure!(plain.contains("NAME") && !plain.contains(ESCAPE), "{plain:?}");
+    let wait = ["workspace", "wait", "w", "--timeout", "1s"];
+    let spins = shown(&place.kibo_command(&wait), 16).await?;
+    ensure!(spins.contains("waiting for w "), "{spins:?}");
+    for args in [&list[..], &wait] {
+        let piped = place.kibo(args).await?;
+        let all = piped.stdout + &piped.stderr;
+        ensure!(!all.contains(ESCAPE) && !all.contains("waiting for"), "{all:?}");
+    }
     Ok(())
 }
 

@@ -12,6 +12,7 @@ use kibo_crds::Workspace;
 use kibo_crds::workspace::WorkspacePhase;
 use kibo_e2e::local::Component;
 use kibo_e2e::local::process::virtual_machines;
+use kibo_e2e::suite::memory::resident;
 use kibo_e2e::suite::{Place, START, STOP, Suite, eventually, execution};
 use kube::api::{DeleteParams, Patch, PatchParams};
 use serde_json::{Value, json};
@@ -161,12 +162,6 @@ async fn lost_state(place: Arc<Place>) -> Result<()> {
     Ok(())
 }
 
-fn resident_mib(pid: i32) -> Result<u64> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let line = status.lines().find(|line| line.starts_with("VmRSS:")).context("no VmRSS")?;
-    Ok(line.split_whitespace().nth(1).context("no number")?.parse::<u64>()? / 1024)
-}
-
 /// Takes PID 1's own descriptor of the channel, since nobody else can open it, and writes into it what comes.
 const FLOOD_CHANNEL: &str = r#"
 my ($port) = grep { (readlink("/proc/1/fd/$_") // "") =~ m{/dev/vport} } map { m{(\d+)$} } glob("/proc/1/fd/*");
@@ -199,7 +194,8 @@ async fn flood(place: Arc<Place>) -> Result<()> {
         place.available(name).await?;
     }
     let daemon = place.cluster().process(&Component::Node(node.clone())).context("no daemon")?.pid;
-    let before = resident_mib(daemon)?;
+    let resident_mib = || Ok::<_, anyhow::Error>(resident(daemon)? >> 20);
+    let before = resident_mib()?;
     place.sh("loud", &format!("cat > /tmp/flood.pl <<'EOF'\n{FLOOD_CHANNEL}\nEOF")).await?;
     let in_background = "setsid sh -c 'yes console > /dev/console' > /dev/null 2>&1 & \
                          setsid perl /tmp/flood.pl > /tmp/flood.out 2>&1 & sleep 0";
@@ -209,7 +205,7 @@ async fn flood(place: Arc<Place>) -> Result<()> {
         let asked = Instant::now();
         ensure!(place.sh("quiet", "echo here").await? == "here");
         ensure!(asked.elapsed() < Duration::from_secs(15), "the neighbour answered after {:?}", asked.elapsed());
-        highest = highest.max(resident_mib(daemon)?);
+        highest = highest.max(resident_mib()?);
         answers += 1;
     }
     eprintln!(

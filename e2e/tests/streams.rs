@@ -11,6 +11,7 @@ use k8s_openapi::NamespaceResourceScope;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Status};
 use kibo_crds::workspace::WorkspacePhase;
 use kibo_e2e::local::Component;
+use kibo_e2e::suite::memory::resident;
 use kibo_e2e::suite::program::Program;
 use kibo_e2e::suite::{Place, STOP, Suite, eventually};
 use kube::api::{Api, AttachParams, AttachedProcess, LogParams};
@@ -296,6 +297,9 @@ async fn refusals(place: Arc<Place>) -> Result<()> {
 
 async fn slow_reader(place: Arc<Place>) -> Result<()> {
     let api = running(&place).await?;
+    let node = place.nodes().first().context("a node")?.clone();
+    let daemon = place.cluster().process(&Component::Node(node)).context("a daemon")?.pid;
+    let before = resident(daemon)?;
     let writer = "i=0; while head -c 1048576 /dev/zero; do i=$((i+1)); echo $i > /root/n; done";
     let mut process = api.exec("w", sh(writer), &AttachParams::default()).await?;
     let mut stdout = process.stdout().context("stdout")?;
@@ -309,6 +313,8 @@ async fn slow_reader(place: Arc<Place>) -> Result<()> {
     .await?;
     // The sockets between here and the operator hold some 16 MiB; nobody else holds anything to speak of.
     ensure!(halted < 48, "{halted} MiB were taken for a client that reads nothing");
+    let grown = resident(daemon)?.saturating_sub(before) >> 20;
+    ensure!(grown < 16, "the daemon keeps {grown} MiB for it");
     let mut taken = vec![0; (usize::try_from(halted)? + 2) << 20];
     stdout.read_exact(&mut taken).await?;
     ensure!(written().await? > halted, "the writer goes on when the client reads");

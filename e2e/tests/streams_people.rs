@@ -216,6 +216,12 @@ async fn copies(place: Arc<Place>) -> Result<()> {
     let back = listing(&directory.path().join("back"))?;
     ensure!(back == expected, "sent:\n{}\ncame back:\n{}", expected.join("\n"), back.join("\n"));
 
+    // Somebody who sits at a terminal sees how far it is, and keeps one line of it.
+    let mut at = Terminal::start(&place.kibo_command(&["workspace", "cp", &here("tree"), "w:/root/seen"]), 100, 40)?;
+    ensure!(at.ended().await? == 0, "{:?}", at.text());
+    at.says("files to /root/seen: 5.").await?;
+    ensure!(at.text().contains("copied 5 files"), "{:?}", at.text());
+
     // Where things go is as cp has it.
     cp(&place, &here("tree"), "w:/root/copy", 0, "").await?;
     cp(&place, &format!("{}/.", here("tree")), "w:/srv", 0, "").await?;

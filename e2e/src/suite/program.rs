@@ -16,6 +16,7 @@ use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{LocalModes, Termios, Winsize, tcgetattr, tcsetwinsize};
 use tokio::process::{Child, ChildStdin, Command};
 
+use super::memory::resident;
 use super::wait::eventually;
 
 /// How long a program may take to say what is waited for, with guests booting on the same cores.
@@ -98,10 +99,7 @@ impl Program {
 
     /// Its resident memory now.
     pub fn memory_bytes(&self) -> Result<u64> {
-        let status = fs::read_to_string(format!("/proc/{}/status", pid(&self.child)?.as_raw_nonzero()))?;
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("VmRSS")?;
-        let kibibytes: u64 = line.trim().trim_end_matches(" kB").parse()?;
-        Ok(kibibytes * 1024)
+        resident(pid(&self.child)?.as_raw_nonzero().get())
     }
 
     pub fn has_ended(&mut self) -> bool {
