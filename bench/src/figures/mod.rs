@@ -6,6 +6,7 @@ mod fleet;
 mod large;
 mod memory;
 mod moving;
+mod object;
 mod placement;
 mod ratio;
 mod start;

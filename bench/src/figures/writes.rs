@@ -6,6 +6,7 @@ use anyhow::Result;
 use kube::api::{Patch, PatchParams};
 use serde_json::json;
 
+use super::object;
 use crate::{
     audit::{self, Audit},
     report::Section,
@@ -47,7 +48,8 @@ pub async fn measure(site: &Site) -> Result<Vec<Section>> {
         section.row(&name, columns.iter().map(|counts| show(counts.get(kind).copied().unwrap_or_default())));
     }
     section.row("all", columns.iter().map(|counts| show(counts.values().sum())));
-    Ok(vec![section])
+    let object = object::measure(site, &watch, "writes-volume", "writes-plain").await?;
+    Ok(vec![section, object])
 }
 
 /// What is written while something is done, and shortly after.
