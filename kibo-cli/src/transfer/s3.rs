@@ -132,7 +132,7 @@ pub async fn read(bucket: &str, key: &str, args: &StoreArgs) -> Result<Source> {
     let (path, name) = object(bucket, key)?;
     let found = store.get(&path).await.map_err(|error| failed("cannot read", &name, &error))?;
     let (size, e_tag) = (found.meta.size, found.meta.e_tag.clone());
-    let reading = Reading { store, path, name, e_tag, at: 0, begun_at: 0, body: found.into_stream() };
+    let reading = Reading { store, path, name, e_tag, size, at: 0, begun_at: 0, body: found.into_stream() };
     Ok(Source { pieces: reading.pieces(), size: Some(size) })
 }
 
@@ -144,6 +144,7 @@ struct Reading {
     name: String,
     /// Tells the object from one that takes its place.
     e_tag: Option<String>,
+    size: u64,
     at: u64,
     /// Of the current request.
     begun_at: u64,
@@ -169,6 +170,8 @@ impl Reading {
                     self.at += piece.len() as u64;
                     return Some(Ok(piece));
                 }
+                // All of it is here, and of nothing there is no range to be asked for.
+                Err(_) if self.at == self.size => return None,
                 Err(broken) if self.at == self.begun_at || self.e_tag.is_none() => {
                     return Some(Err(failed("cannot read", &self.name, &broken)));
                 }
@@ -201,6 +204,27 @@ pub async fn create(bucket: &str, key: &str, args: &StoreArgs) -> Result<Upload>
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The object as far as it comes before its connection breaks, from a store that does not answer any more.
+    async fn read_until_it_breaks(size: u64) -> Vec<Result<Bytes>> {
+        let args = StoreArgs { s3_endpoint: Some("http://127.0.0.1:1".to_owned()) };
+        let retry = RetryConfig { max_retries: 0, ..RetryConfig::default() };
+        let builder = builder("b", &args, Use::Read).with_retry(retry).with_skip_signature(true);
+        let (path, name) = object("b", "k").unwrap();
+        let broken = object_store::Error::Generic { store: "S3", source: "connection reset".into() };
+        let body = stream::iter([Ok(Bytes::from_static(b"archive")), Err(broken)]).boxed();
+        let e_tag = Some("e".to_owned());
+        let store = open("b", builder).unwrap();
+        Reading { store, path, name, e_tag, size, at: 0, begun_at: 0, body }.pieces().collect().await
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_breaks_after_the_last_byte_is_no_failure() {
+        let [whole] = read_until_it_breaks(7).await.try_into().unwrap();
+        assert_eq!(whole.unwrap(), "archive");
+        let [begun, rest] = read_until_it_breaks(8).await.try_into().unwrap();
+        assert!(begun.is_ok() && rest.is_err(), "the rest is asked for");
+    }
 
     #[test]
     fn what_a_store_says_is_said_without_its_dress() {
