@@ -116,14 +116,13 @@ pub struct PoolObject {
 }
 
 impl PoolObject {
-    /// What another directory says of the same object: one of them was put aside.
-    fn add(&mut self, other: Self) {
-        self.highest = self.highest.max(other.highest);
-        self.size = self.size.or(other.size);
+    /// What two directories say of the same object: one of them was put aside.
+    fn both(one: Option<Self>, other: Option<Self>) -> Option<Self> {
+        let (Some(one), Some(other)) = (&one, &other) else { return one.or(other) };
         let epoch = |object: &Self| object.last.as_ref().map(|last| last.epoch);
-        if epoch(self) < epoch(&other) {
-            self.last = other.last;
-        }
+        let last = if epoch(one) < epoch(other) { &other.last } else { &one.last };
+        let (highest, size) = (one.highest.max(other.highest), one.size.or(other.size));
+        Some(Self { uid: one.uid.clone(), highest, last: last.clone(), size })
     }
 }
 
@@ -295,6 +294,11 @@ impl Pools {
     /// From now on this node's fence files say that it lives this life.
     pub fn live(&self, incarnation: Option<Incarnation>) {
         self.life.set(incarnation);
+    }
+
+    /// Whether this pool was declared lost: what still hangs there writes nothing any more, there or elsewhere.
+    pub fn is_lost(&self, id: &PoolId) -> bool {
+        self.by_id.get(id).is_some_and(|pool| pool.loss.is_declared())
     }
 
     /// These were declared lost: from now on nothing is written there. Gives back those of this node that were not lost

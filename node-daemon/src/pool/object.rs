@@ -1,10 +1,6 @@
 //! The operations on one object.
 
-use std::{
-    collections::{BTreeMap, btree_map::Entry},
-    fs, io,
-    path::Path,
-};
+use std::{collections::BTreeMap, fs, io, path::Path};
 
 use kibo_crds::{Bytes, Epoch, Incarnation, ObjectUid};
 use kibo_protocol::v1::ObjectUse;
@@ -22,6 +18,11 @@ use crate::{
     durable,
     launch::{GrantedObject, Taker},
 };
+
+/// How often somebody looks for what may just be renamed.
+const LOOKS: usize = 3;
+const UNSEEN: &str =
+    "its name is listed, and it is not there: the file system may remember for a while that it was missing";
 
 impl Pool {
     pub(super) fn io<'e>(
@@ -346,38 +347,77 @@ impl Pool {
     /// whoever misses it. An object that cannot be read is an error.
     pub fn objects(&self) -> Result<Vec<PoolObject>, PoolError> {
         self.verify()?;
-        let dir = self.path.join(marker::OBJECTS);
-        let failed = |source| PoolError::List { pool: self.id.clone(), source };
-        let mut objects: BTreeMap<ObjectUid, PoolObject> = BTreeMap::new();
-        for entry in fs::read_dir(&dir).map_err(failed)? {
-            let name = entry.map_err(failed)?.file_name();
-            let Some(name) = name.to_str() else { continue };
-            let (uid, is_aside) = match (name.parse::<ObjectUid>(), moving::object_of_aside(name)) {
-                (Ok(uid), _) => (uid, false),
-                (Err(_), Some(uid)) => (uid, true),
-                (Err(_), None) => continue,
-            };
-            if is_aside
-                && !moving::is_the_object(&dir.join(name)).map_err(self.io("look at what was put aside", &uid))?
-            {
-                continue;
-            }
-            let found = self.object_in(&dir.join(name), &uid)?;
-            match objects.entry(uid) {
-                Entry::Vacant(entry) => {
-                    entry.insert(found);
-                }
-                Entry::Occupied(mut known) => known.get_mut().add(found),
-            }
-        }
-        Ok(objects.into_values().collect())
+        let seen = self.seen().map_err(|source| PoolError::List { pool: self.id.clone(), source })?;
+        let found = seen.into_iter().map(|(uid, is_aside)| self.find(&uid, is_aside));
+        found.filter_map(Result::transpose).collect()
     }
 
-    fn object_in(&self, dir: &Path, uid: &ObjectUid) -> Result<PoolObject, PoolError> {
-        let records = record_files::list(dir).map_err(self.io("read the holder records", uid))?;
-        let size = image::size(dir).map_err(self.io("find the size", uid))?;
+    /// The uids of all that may be an object, and whether something of it was put aside. What is renamed while a directory
+    /// is read may be seen under neither name; who puts an object aside by mistake renames it twice, there and back.
+    fn seen(&self) -> io::Result<BTreeMap<ObjectUid, bool>> {
+        let mut seen: BTreeMap<ObjectUid, bool> = BTreeMap::new();
+        for _ in 0..LOOKS {
+            for entry in fs::read_dir(self.path.join(marker::OBJECTS))? {
+                let name = entry?.file_name();
+                let Some(name) = name.to_str() else { continue };
+                if let Ok(uid) = name.parse() {
+                    seen.entry(uid).or_default();
+                } else if let Some(uid) = moving::object_of_aside(name) {
+                    seen.insert(uid, true);
+                }
+            }
+        }
+        Ok(seen)
+    }
+
+    /// An object where it belongs, or where it was put aside, also while it goes from one to the other; `None`: it is gone.
+    /// One that cannot be found though its name is there is an error.
+    pub(super) fn find(&self, uid: &ObjectUid, is_aside: bool) -> Result<Option<PoolObject>, PoolError> {
+        let own = self.object_dir(uid);
+        let mut found = self.object_in(&own, uid)?;
+        if found.is_some() && !is_aside {
+            return Ok(found);
+        }
+        for _ in 0..LOOKS {
+            let asides = moving::asides(&self.path.join(marker::OBJECTS), uid);
+            for (_, aside) in asides.map_err(|source| PoolError::List { pool: self.id.clone(), source })? {
+                let is_it = moving::is_the_object(&aside).map_err(self.io("look at what was put aside", uid))?;
+                if is_it {
+                    found = PoolObject::both(found, self.object_in(&aside, uid)?);
+                }
+            }
+            // What was put back since the first look is here.
+            found = PoolObject::both(found, self.object_in(&own, uid)?);
+            if found.is_some() {
+                return Ok(found);
+            }
+        }
+        if self.is_listed(uid).map_err(self.io("list the names", uid))? {
+            return Err(self.io("open the directory", uid)(io::Error::new(io::ErrorKind::NotFound, UNSEEN)));
+        }
+        Ok(None)
+    }
+
+    fn is_listed(&self, uid: &ObjectUid) -> io::Result<bool> {
+        for entry in fs::read_dir(self.path.join(marker::OBJECTS))? {
+            if entry?.file_name().to_str() == Some(uid.as_str()) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// What there is of an object in a directory; `None`: there is no such directory.
+    fn object_in(&self, dir: &Path, uid: &ObjectUid) -> Result<Option<PoolObject>, PoolError> {
+        let read = || -> io::Result<_> { Ok((record_files::list(dir)?, image::size(dir)?)) };
+        let read = read();
+        // Renamed or removed before or while it was read.
+        if !dir.try_exists().map_err(self.io("find the directory", uid))? {
+            return Ok(None);
+        }
+        let (records, size) = read.map_err(self.io("read the holder records and the size", uid))?;
         let highest = records.0.keys().next_back().copied().unwrap_or_default();
-        Ok(PoolObject { highest, last: records.last_taken(), size, uid: uid.clone() })
+        Ok(Some(PoolObject { highest, last: records.last_taken(), size, uid: uid.clone() }))
     }
 
     /// Size of an object's image; `None` when it does not exist.

@@ -54,7 +54,8 @@ impl PoolStatus {
         {
             let problem = format!(
                 "the pool says that this node is dead up to incarnation {dead}, and it lives {lived}: it gets a later one as \
-                 soon as nothing runs on it (drain it and stop what does; where something hangs in a pool, restart the host)"
+                 soon as nothing runs on it, at most every 5 minutes (drain it and stop what does; where something hangs in \
+                 a pool, restart the host)"
             );
             self.problem = Some(problem);
         }

@@ -320,7 +320,7 @@ impl<I: InstanceControl> Handler<I> {
             if matches!(command, Command::ConfirmNotTaken) {
                 moving.moves.let_go(&uid, epoch, &pool);
                 // Who asks does not want a transfer by this grant, whose client may not know that yet.
-                moving.transfers.stop(&uid, epoch).await;
+                moving.transfers.stop(&uid, epoch, moving.is_lost()).await;
             }
             // Its errors are in the result.
             let _ = tokio::task::spawn_blocking(work).await;
@@ -350,7 +350,7 @@ impl<I: InstanceControl> Handler<I> {
         tokio::spawn(async move {
             let (uid, epoch) = (granted.object.uid.clone(), granted.grant.epoch);
             let (pools, pool) = (Arc::clone(&node.pools), granted.object.pool.clone());
-            node.moves.stop(&uid, epoch, &pool).await;
+            node.moves.stop(&uid, epoch, &pool, node.is_lost()).await;
             let discarded =
                 tokio::task::spawn_blocking(move || pools.get(&pool).and_then(|pool| pool.discard_copy(&uid, epoch)));
             let Ok(discarded) = discarded.await else { return };

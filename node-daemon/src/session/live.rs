@@ -2,12 +2,14 @@
 
 use std::{sync::Arc, time::Duration};
 
+use futures::StreamExt as _;
 use kibo_protocol::{
     quarantine_id,
     v1::{self, from_node::Message},
 };
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
 use tonic::{Code, Streaming, transport::Channel};
 
 use super::{
@@ -54,10 +56,14 @@ pub async fn run<I: InstanceControl>(
         quarantine: quarantine_id(&hello),
     };
     outbox.send(Message::Hello(hello));
+    // Whoever still works for this session when it has ended (a move, a command that hangs) does not keep it open.
+    let ended = CancellationToken::new();
+    let messages = ReceiverStream::new(messages).take_until(ended.clone().cancelled_owned());
+    let _ends = ended.drop_guard();
     let mut client = v1::node_control_client::NodeControlClient::new(channel)
         .max_decoding_message_size(MAX_MESSAGE)
         .max_encoding_message_size(MAX_MESSAGE);
-    let mut inbound = match timeout(OPEN_WITHIN, client.session(ReceiverStream::new(messages))).await {
+    let mut inbound = match timeout(OPEN_WITHIN, client.session(messages)).await {
         Err(_) => return End::Lost("the operator did not open the session in time".into()),
         // As a replica answers that does not lead.
         Ok(Err(status)) if status.code() == Code::Unavailable => {
@@ -222,7 +228,7 @@ async fn serve<I: InstanceControl>(
                 events.pump(&node.spool, outbox);
             }
             _ = look.tick() => {
-                if let Some(why) = node.may_begin_anew().filter(|_| pace.may_renew) {
+                if let Some(why) = node.may_begin_anew().filter(|_| pace.may_renew && node.may_renew()) {
                     node.renew();
                     return End::Lost(why);
                 }

@@ -41,6 +41,13 @@ struct Running {
     outbox: Outbox,
 }
 
+impl Running {
+    /// With a pool that was declared lost it may hang for good, and writes nothing any more to either of them.
+    fn goes_on(&self, is_lost: impl Fn(&PoolId) -> bool) -> bool {
+        !is_lost(&self.from) && !is_lost(&self.to)
+    }
+}
+
 impl Default for Moves {
     fn default() -> Self {
         Self { running: Mutex::default(), slots: Semaphore::new(AT_ONCE), ended: watch::Sender::new(0) }
@@ -68,8 +75,9 @@ impl Moves {
 
     /// Whether a move by this grant has to end before the grant can be closed in this pool. Where the object is it only
     /// reads: nobody waits there for one that hangs with the other pool.
-    pub fn holds(&self, uid: &ObjectUid, epoch: Epoch, pool: &PoolId) -> bool {
-        self.lock().get(&(uid.clone(), epoch)).is_some_and(|running| running.from != *pool)
+    pub fn holds(&self, uid: &ObjectUid, epoch: Epoch, pool: &PoolId, is_lost: impl Fn(&PoolId) -> bool) -> bool {
+        let running = self.lock();
+        running.get(&(uid.clone(), epoch)).is_some_and(|running| running.from != *pool && running.goes_on(is_lost))
     }
 
     /// Whoever asks what became of a grant in this pool wants no move from there by it any more, nor by an older one: they
@@ -83,17 +91,24 @@ impl Moves {
     }
 
     /// Whether anything is moved here.
-    pub fn is_empty(&self) -> bool {
-        self.lock().is_empty()
+    pub fn go_on(&self, is_lost: impl Fn(&PoolId) -> bool) -> bool {
+        self.lock().values().any(|running| running.goes_on(&is_lost))
     }
 
     /// Stops the moves of an object up to this epoch, and returns when none of them writes to this pool any more.
-    pub async fn stop(&self, uid: &ObjectUid, until: Epoch, pool: &PoolId) {
-        self.stop_where(|it, epoch| it == uid && epoch <= until, |running| running.to == *pool).await;
+    pub async fn stop(&self, uid: &ObjectUid, until: Epoch, pool: &PoolId, is_lost: impl Fn(&PoolId) -> bool) {
+        let writes = |running: &Running| running.to == *pool && running.goes_on(&is_lost);
+        self.stop_where(|it, epoch| it == uid && epoch <= until, writes).await;
     }
 
-    pub async fn stop_all(&self) {
-        self.stop_where(|_, _| true, |_| true).await;
+    /// Whoever waits looks again: a pool was declared lost.
+    pub fn look_again(&self) {
+        self.ended.send_modify(|count| *count = count.wrapping_add(1));
+    }
+
+    /// Stops all of them, and returns when none goes on.
+    pub async fn stop_all(&self, is_lost: impl Fn(&PoolId) -> bool) {
+        self.stop_where(|_, _| true, |running| running.goes_on(&is_lost)).await;
     }
 
     /// Stops some moves, and waits for some of those.
@@ -131,12 +146,12 @@ impl Moves {
     }
 
     /// Tells moves of the object by older grants to stop, and whether one of them writes to the pool of this one.
-    fn stop_older(&self, uid: &ObjectUid, epoch: Epoch, to: &PoolId) -> bool {
+    fn stop_older(&self, uid: &ObjectUid, epoch: Epoch, to: &PoolId, is_lost: impl Fn(&PoolId) -> bool) -> bool {
         let mut is_in_the_way = false;
         for ((of, older), running) in &*self.lock() {
             if of == uid && *older < epoch {
                 running.progress.stop();
-                is_in_the_way |= running.to == *to;
+                is_in_the_way |= running.to == *to && running.goes_on(&is_lost);
             }
         }
         is_in_the_way
@@ -148,7 +163,7 @@ impl Moves {
 
     fn end(&self, key: &(ObjectUid, Epoch)) -> Option<Outbox> {
         let ended = self.lock().remove(key);
-        self.ended.send_modify(|count| *count = count.wrapping_add(1));
+        self.look_again();
         ended.map(|running| running.outbox)
     }
 }
@@ -221,7 +236,7 @@ async fn older_ended<I>(node: &Node<I>, order: &Order, progress: &Progress) -> R
     let mut ended = node.moves.ended.subscribe();
     loop {
         ended.mark_unchanged();
-        if !node.moves.stop_older(&uid, epoch, &order.to) {
+        if !node.moves.stop_older(&uid, epoch, &order.to, |pool| node.pools.is_lost(pool)) {
             return Ok(());
         }
         if progress.is_stopped() {
@@ -287,6 +302,8 @@ fn with(said: v1::MoveProgress, progress: &Progress) -> v1::MoveProgress {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
     use kibo_crds::{Bytes, Incarnation};
 
     use super::*;
@@ -310,14 +327,29 @@ mod tests {
         let (uid, here, there) = (order(3).key().0, "here".parse().unwrap(), "there".parse().unwrap());
         moves.let_go(&uid, Epoch(2), &here);
         assert!(!newer.is_stopped());
-        assert!(!moves.holds(&uid, Epoch(2), &there), "what the older grant took is nobody's");
+        let holds = |epoch, pool| moves.holds(&uid, Epoch(epoch), pool, |_| false);
+        assert!(!holds(2, &there), "what the older grant took is nobody's");
         // A question changes nothing.
-        assert!(moves.holds(&uid, Epoch(3), &there) && !moves.holds(&uid, Epoch(3), &here));
+        assert!(holds(3, &there) && !holds(3, &here));
+        assert!(!moves.holds(&uid, Epoch(3), &there, |pool| *pool == here), "it hangs, and writes nothing any more");
         assert!(!newer.is_stopped());
         moves.let_go(&uid, Epoch(3), &there);
         assert!(!newer.is_stopped(), "that is not where it reads");
         moves.let_go(&uid, Epoch(3), &here);
         assert!(newer.is_stopped());
+    }
+
+    #[tokio::test]
+    async fn whoever_waits_for_what_hangs_waits_no_longer_once_its_pool_is_lost() {
+        let (moves, (outbox, _messages)) = (Moves::default(), Outbox::new());
+        let hangs = moves.begin(&order(3), &outbox).unwrap();
+        let ((uid, _), there) = (order(3).key(), "there".parse().unwrap());
+        let lost = AtomicBool::new(false);
+        let mut stopped = pin!(moves.stop(&uid, Epoch(3), &there, |_| lost.load(Relaxed)));
+        assert!(futures::poll!(&mut stopped).is_pending() && hangs.is_stopped());
+        lost.store(true, Relaxed);
+        moves.look_again();
+        stopped.await;
     }
 
     #[test]
@@ -327,12 +359,14 @@ mod tests {
         let second = moves.begin(&order(3), &outbox).unwrap();
         assert!(moves.begin(&order(3), &outbox).is_none() && moves.begin(&order(2), &outbox).is_none());
         let ((uid, _), there, third) = (order(3).key(), "there".parse().unwrap(), "third".parse().unwrap());
-        assert!(!moves.stop_older(&uid, Epoch(3), &third) && moves.stop_older(&uid, Epoch(3), &there));
+        let stop_older = |to| moves.stop_older(&uid, Epoch(3), to, |_| false);
+        assert!(!stop_older(&third) && stop_older(&there));
+        assert!(!moves.stop_older(&uid, Epoch(3), &there, |pool| *pool != there), "it hangs where the object was");
         assert!(first.is_stopped() && !second.is_stopped());
         moves.end(&order(2).key());
-        assert!(!moves.stop_older(&uid, Epoch(3), &there));
+        assert!(!stop_older(&there));
         assert!(moves.begin(&order(2), &outbox).is_none(), "a newer one is at work");
         moves.end(&order(3).key());
-        assert!(moves.is_empty());
+        assert!(!moves.go_on(|_| false));
     }
 }

@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeSet, HashSet},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use kibo_crds::{Incarnation, InstanceId, NodeId, PoolId};
@@ -22,6 +22,9 @@ use crate::{
 
 /// So long an isolated node waits for its moves and transfers to stop.
 const MOVES_LIMIT: Duration = Duration::from_secs(10);
+/// A node ends a session for a new life no oftener: whoever can write to one of its pools could ask for that for ever, and
+/// take the other ones with it.
+pub const RENEWS_EVERY: Duration = Duration::from_secs(5 * 60);
 /// Whatever an operator says.
 const LONGEST_RETURN: Duration = Duration::from_secs(60);
 
@@ -55,6 +58,8 @@ pub struct Node<I> {
     pub(super) transfers: Arc<Transfers>,
     settling: Mutex<HashSet<InstanceId>>,
     pace: Mutex<Pace>,
+    /// When a session ended last for a new life.
+    renewed: Mutex<Option<Instant>>,
 }
 
 /// What the last session leaves for the time after it.
@@ -72,7 +77,7 @@ impl<I: InstanceControl> Node<I> {
         let NodeParts { id, boot_id, config, dir, state, pools, spool, host, instances } = parts;
         let images = config.images.dir.clone();
         let admission = Admission::new(config.resources, images, Arc::clone(&pools), Arc::clone(&host));
-        let (settling, pace) = (Mutex::default(), Mutex::default());
+        let (settling, pace, renewed) = (Mutex::default(), Mutex::default(), Mutex::default());
         let (streams, moves, transfers) = (OpenStreams::default(), Moves::default(), Arc::default());
         Self {
             id,
@@ -90,6 +95,7 @@ impl<I: InstanceControl> Node<I> {
             transfers,
             settling,
             pace,
+            renewed,
         }
     }
 
@@ -117,8 +123,8 @@ impl<I: InstanceControl> Node<I> {
         let GrantedObject { object, grant } = granted;
         match taker.instance() {
             Some(instance) => self.is_listed(instance),
-            None if taker.is_transfer() => self.transfers.is_running(&object.uid),
-            None => taker.is_move() && self.moves.holds(&object.uid, grant.epoch, &object.pool),
+            None if taker.is_transfer() => self.transfers.is_running(&object.uid, grant.epoch, self.is_lost()),
+            None => taker.is_move() && self.moves.holds(&object.uid, grant.epoch, &object.pool, self.is_lost()),
         }
     }
 
@@ -140,6 +146,16 @@ impl<I: InstanceControl> Node<I> {
     /// operator tells it first, and then it begins with a new process.
     pub(super) fn renew(&self) {
         self.pace().renews = true;
+        *self.renewed() = Some(Instant::now());
+    }
+
+    /// Whether the last time is long enough ago.
+    pub(super) fn may_renew(&self) -> bool {
+        self.renewed().is_none_or(|at| at.elapsed() >= RENEWS_EVERY)
+    }
+
+    fn renewed(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.renewed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn renews(&self) -> bool {
@@ -152,7 +168,12 @@ impl<I: InstanceControl> Node<I> {
 
     /// Whether something of this life goes on that is no Instance, or the end of one is not acknowledged.
     pub(super) fn is_busy(&self) -> bool {
-        !self.moves.is_empty() || !self.transfers.is_empty() || !self.spool.unacked().is_empty()
+        let works = self.moves.go_on(self.is_lost()) || self.transfers.go_on(self.is_lost());
+        works || !self.spool.unacked().is_empty()
+    }
+
+    pub(super) fn is_lost(&self) -> impl Fn(&PoolId) -> bool + Copy {
+        |pool| self.pools.is_lost(pool)
     }
 
     /// A pool says that this node's life is over, and nothing of it goes on here: it may as well begin another one, with
@@ -176,6 +197,8 @@ impl<I: InstanceControl> Node<I> {
         let lost: BTreeSet<PoolId> = ids.iter().filter_map(|id| id.parse().ok()).collect();
         self.state.update(|record| record.lost_pools.extend(lost.iter().cloned()))?;
         self.pools.declare_lost(&lost);
+        self.moves.look_again();
+        self.transfers.look_again();
         for instance in self.instances.list() {
             if let Some(pool) = instance.pools.iter().find(|pool| lost.contains(pool)) {
                 let reason = format!("one of its disks is in storage pool {pool}, which was declared lost");
@@ -188,7 +211,8 @@ impl<I: InstanceControl> Node<I> {
     /// An operator asserted that this node is dead, and others may use what it held: make it true.
     pub(super) async fn isolate(&self) {
         tracing::error!(incarnation = ?self.incarnation(), "this node was isolated: all its Instances are destroyed");
-        let stopped = async { tokio::join!(self.moves.stop_all(), self.transfers.stop_all()) };
+        let stopped =
+            async { tokio::join!(self.moves.stop_all(self.is_lost()), self.transfers.stop_all(self.is_lost())) };
         let moves = tokio::time::timeout(MOVES_LIMIT, stopped).await;
         self.instances.destroy_all(v1::EndReason::Isolated, "this node was isolated").await;
         if moves.is_err() {

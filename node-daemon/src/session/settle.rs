@@ -26,7 +26,7 @@ pub struct NotHere {
     pub message: String,
 }
 
-/// Closes and tells in the background, for as long as a pool does not answer.
+/// Closes and tells in the background, for as long as a pool does not answer; one that is declared lost is not waited for.
 pub fn settle<I: InstanceControl>(node: &Arc<Node<I>>, not_here: NotHere) {
     let instance = not_here.instance;
     if !node.begin_settling(instance) {
@@ -37,11 +37,19 @@ pub fn settle<I: InstanceControl>(node: &Arc<Node<I>>, not_here: NotHere) {
         let (pools, spool) = (Arc::clone(&node.pools), Arc::clone(&node.spool));
         let mut wait = RETRY_FIRST;
         loop {
-            let (pools, spool, not_here) = (Arc::clone(&pools), Arc::clone(&spool), not_here.clone());
-            match tokio::task::spawn_blocking(move || try_settle(&pools, &spool, &not_here)).await {
-                Ok(Ok(())) => break,
-                Ok(Err(error)) => tracing::warn!(%instance, %error, "an Instance that is not here cannot be ended yet"),
-                Err(error) => tracing::error!(%instance, %error, "ending an Instance that is not here failed"),
+            let used = not_here.objects.iter().map(|granted| &granted.object.pool).filter(|pool| !pools.is_lost(pool));
+            let step = {
+                let (pools, spool, not_here) = (Arc::clone(&pools), Arc::clone(&spool), not_here.clone());
+                tokio::task::spawn_blocking(move || try_settle(&pools, &spool, &not_here))
+            };
+            match pools.unless_lost(used, step).await {
+                Ok(Ok(Ok(()))) => break,
+                Ok(Ok(Err(error))) => {
+                    tracing::warn!(%instance, %error, "an Instance that is not here cannot be ended yet");
+                }
+                Ok(Err(error)) => tracing::error!(%instance, %error, "ending an Instance that is not here failed"),
+                // The next try asks that pool no more.
+                Err(_lost) => continue,
             }
             tokio::time::sleep(wait).await;
             wait = (wait * 2).min(RETRY_LONGEST);

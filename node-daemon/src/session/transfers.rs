@@ -2,13 +2,14 @@
 //! was asked for on.
 
 use std::{
+    collections::BTreeSet,
     io::{self, BufRead, Read, Write},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use bytes::Bytes;
 use kibo_archive::Description;
-use kibo_crds::{Epoch, ObjectUid};
+use kibo_crds::{Epoch, ObjectUid, PoolId};
 use kibo_protocol::v1;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
@@ -35,7 +36,15 @@ pub struct Transfers {
 struct Running {
     number: u64,
     grants: Vec<(ObjectUid, Epoch)>,
+    pools: BTreeSet<PoolId>,
     stop: CancellationToken,
+}
+
+impl Running {
+    /// With a pool that was declared lost it may hang for good, and writes nothing any more to any of them.
+    fn goes_on(&self, is_lost: impl Fn(&PoolId) -> bool) -> bool {
+        !self.pools.iter().any(is_lost)
+    }
 }
 
 impl Default for Transfers {
@@ -50,29 +59,42 @@ impl Transfers {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.lock().is_empty()
+    /// Whether any runs.
+    pub fn go_on(&self, is_lost: impl Fn(&PoolId) -> bool) -> bool {
+        self.lock().iter().any(|running| running.goes_on(&is_lost))
     }
 
-    /// Whether one uses this object.
-    pub fn is_running(&self, uid: &ObjectUid) -> bool {
-        self.lock().iter().any(|running| running.grants.iter().any(|(of, _)| of == uid))
+    /// Whether one uses this object by this grant.
+    pub fn is_running(&self, uid: &ObjectUid, epoch: Epoch, is_lost: impl Fn(&PoolId) -> bool) -> bool {
+        let is_it = |(of, by): &(ObjectUid, Epoch)| (of, *by) == (uid, epoch);
+        self.lock().iter().any(|running| running.grants.iter().any(is_it) && running.goes_on(&is_lost))
     }
 
     /// Stops those that use an object up to this epoch, and returns when nothing of them runs any more.
-    pub async fn stop(&self, uid: &ObjectUid, until: Epoch) {
-        self.stop_where(|running| running.grants.iter().any(|(of, epoch)| of == uid && *epoch <= until)).await;
+    pub async fn stop(&self, uid: &ObjectUid, until: Epoch, is_lost: impl Fn(&PoolId) -> bool) {
+        let is_of_it = |running: &Running| running.grants.iter().any(|(of, epoch)| of == uid && *epoch <= until);
+        self.stop_where(is_of_it, is_lost).await;
     }
 
-    pub async fn stop_all(&self) {
-        self.stop_where(|_| true).await;
+    /// Whoever waits looks again: a pool was declared lost.
+    pub fn look_again(&self) {
+        self.ended.send_modify(|count| *count = count.wrapping_add(1));
     }
 
-    async fn stop_where(&self, which: impl Fn(&Running) -> bool) {
+    /// Stops all of them, and returns when none goes on.
+    pub async fn stop_all(&self, is_lost: impl Fn(&PoolId) -> bool) {
+        self.stop_where(|_| true, is_lost).await;
+    }
+
+    async fn stop_where(&self, which: impl Fn(&Running) -> bool, is_lost: impl Fn(&PoolId) -> bool) {
         let mut ended = self.ended.subscribe();
         loop {
             ended.mark_unchanged();
-            let left = self.lock().iter().filter(|running| which(running)).map(|it| it.stop.cancel()).count();
+            let left = {
+                let running = self.lock();
+                let stopped = running.iter().filter(|running| which(running)).inspect(|running| running.stop.cancel());
+                stopped.filter(|running| running.goes_on(&is_lost)).count()
+            };
             if left == 0 || ended.changed().await.is_err() {
                 return;
             }
@@ -87,7 +109,7 @@ impl Transfers {
             let message = format!("{MOST} transfers run on this node, which are the most: try again when one is over");
             return Err(StreamError { failure: v1::StreamFailure::TooMany, message });
         }
-        running.push(Running { number, grants: disks.grants(), stop: stop.clone() });
+        running.push(Running { number, grants: disks.grants(), pools: disks.pools(), stop: stop.clone() });
         Ok(Begun { transfers: Arc::clone(self), number, stop })
     }
 }
@@ -101,7 +123,7 @@ struct Begun {
 impl Drop for Begun {
     fn drop(&mut self) {
         self.transfers.lock().retain(|running| running.number != self.number);
-        self.transfers.ended.send_modify(|count| *count = count.wrapping_add(1));
+        self.transfers.look_again();
     }
 }
 
@@ -247,8 +269,8 @@ mod tests {
     const B: &str = "6f9619ff-8b86-d011-b42d-00c04fc964f0";
 
     fn begun(transfers: &Arc<Transfers>, number: u64, grants: Vec<(ObjectUid, Epoch)>) -> Begun {
-        let stop = CancellationToken::new();
-        transfers.lock().push(Running { number, grants, stop: stop.clone() });
+        let (stop, pools) = (CancellationToken::new(), ["p".parse().unwrap()].into());
+        transfers.lock().push(Running { number, grants, pools, stop: stop.clone() });
         Begun { transfers: Arc::clone(transfers), number, stop }
     }
 
@@ -257,17 +279,23 @@ mod tests {
         let transfers = Arc::new(Transfers::default());
         let old = begun(&transfers, 1, vec![grant(A, 3), grant(B, 1)]);
         let new = begun(&transfers, 2, vec![grant(A, 5)]);
-        assert!(transfers.is_running(&B.parse().unwrap()));
+        let is_running = |uid: &str, epoch| transfers.is_running(&uid.parse().unwrap(), Epoch(epoch), |_| false);
+        assert!(is_running(B, 1) && is_running(A, 3) && is_running(A, 5));
+        assert!(!is_running(A, 4) && !is_running(B, 5), "by another grant");
         let stop = old.stop.clone();
         tokio::spawn(async move {
             stop.cancelled().await;
             drop(old);
         });
-        transfers.stop(&A.parse().unwrap(), Epoch(4)).await;
-        assert!(!new.stop.is_cancelled() && !transfers.is_running(&B.parse().unwrap()));
+        transfers.stop(&A.parse().unwrap(), Epoch(4), |_| false).await;
+        assert!(!new.stop.is_cancelled() && !is_running(B, 1));
+        // What hangs with a lost pool is stopped and not waited for.
+        assert!(transfers.go_on(|_| false) && !transfers.go_on(|_| true));
+        transfers.stop_all(|_| true).await;
+        assert!(new.stop.is_cancelled() && is_running(A, 5));
         drop(new);
-        transfers.stop_all().await;
-        assert!(!transfers.is_running(&A.parse().unwrap()));
+        transfers.stop_all(|_| false).await;
+        assert!(!is_running(A, 5));
     }
 
     #[test]

@@ -39,7 +39,7 @@ pub fn object_of_aside(name: &str) -> Option<ObjectUid> {
 }
 
 /// What was put aside of an object, and the epochs of the orders.
-fn asides(objects: &Path, uid: &ObjectUid) -> io::Result<Vec<(Epoch, PathBuf)>> {
+pub fn asides(objects: &Path, uid: &ObjectUid) -> io::Result<Vec<(Epoch, PathBuf)>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(objects)? {
         let entry = entry?;
@@ -119,7 +119,6 @@ impl Pool {
         if let Err(problem) = judge(&dir, epoch).map_err(self.io("look at the directory", uid))? {
             return Err(PoolError::NotACopy { uid: uid.clone(), pool: self.id.clone(), problem });
         }
-        kibo_failpoint::reach_blocking("copy-judged");
         self.put_aside(uid, epoch)
     }
 

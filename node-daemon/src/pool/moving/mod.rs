@@ -29,7 +29,7 @@ use kibo_crds::{Bytes, Epoch, ObjectUid, PoolId};
 use kibo_protocol::v1;
 
 pub use copy::Progress;
-pub use discard::{is_the_object, object_of_aside, put_back_objects};
+pub use discard::{asides, is_the_object, object_of_aside, put_back_objects};
 pub use journal::clear;
 
 use super::{

@@ -110,10 +110,11 @@ fn import(
     let targets = held.iter().map(Target::make).collect::<Result<Vec<_>, _>>()?;
     let mut piece = sparse::Piece::new();
     loop {
-        leave.check()?;
         piece.len = sparse::PIECE;
         let Record::Data { disk, offset, length } = reader.next(piece.bytes_mut())? else { break };
         piece.len = length;
+        // After what may have taken any time.
+        leave.check()?;
         // There is one for each disk that the description has.
         let Some(target) = targets.iter().find(|target| target.held.disk == disk) else { continue };
         target.file.write_all_at(piece.bytes(), offset).map_err(failed("write", &target.path))?;
@@ -144,9 +145,9 @@ fn agree(description: &Description, held: &[Held<'_>]) -> Result<(), TransferErr
 }
 
 /// What has its name already stays until its Workspace goes, which nobody can start: an image is never removed by its name
-/// by somebody who may have been slow.
+/// by somebody who may have been slow. In a pool that was declared lost all of it stays.
 fn give_up(held: &[Held<'_>]) {
-    for it in held {
+    for it in held.iter().filter(|it| !it.is_lost()) {
         if let Err(error) = clear(&it.dir(), |of| of == it.granted.grant.epoch) {
             tracing::warn!(object = %it.uid(), %error, "what is left of an import goes with its Workspace");
         }

@@ -13,6 +13,7 @@ mod tests;
 
 use std::{
     cell::Cell,
+    collections::BTreeSet,
     io,
     path::{Path, PathBuf},
     time::{Duration, Instant},
@@ -52,6 +53,10 @@ impl Disks {
     /// What names the transfer among others of the same objects.
     pub fn grants(&self) -> Vec<(ObjectUid, Epoch)> {
         self.iter().map(|(_, granted)| (granted.object.uid.clone(), granted.grant.epoch)).collect()
+    }
+
+    pub fn pools(&self) -> BTreeSet<PoolId> {
+        self.iter().map(|(_, granted)| granted.object.pool.clone()).collect()
     }
 }
 
@@ -121,6 +126,10 @@ impl Held<'_> {
         self.dir().join(IMAGE)
     }
 
+    fn is_lost(&self) -> bool {
+        self.pool.loss.is_declared()
+    }
+
     /// Whether the grant still stands: who holds the object by a newer one takes this node for dead.
     fn check(&self) -> Result<(), TransferError> {
         match self.pool.list(self.uid())?.decide_take(&self.granted.grant, self.taker) {
@@ -154,6 +163,10 @@ impl<'a> Leave<'a> {
     fn check(&self) -> Result<(), TransferError> {
         if self.stop.is_cancelled() {
             return Err(TransferError::Stopped);
+        }
+        // With the next piece, and not with the next look.
+        if let Some(lost) = self.held.iter().find(|held| held.is_lost()) {
+            return Err(PoolError::Lost(lost.pool.id().clone()).into());
         }
         if self.looked.get().elapsed() < LOOK_EVERY {
             return Ok(());

@@ -2,8 +2,9 @@
 
 use std::{
     fs::{self, OpenOptions},
-    io::BufReader,
+    io::{BufRead, BufReader},
     os::unix::fs::{FileExt as _, MetadataExt as _},
+    time::SystemTime,
 };
 
 use kibo_archive::{Description, Origin, Prefix};
@@ -26,6 +27,9 @@ struct Setup {
     dir: tempfile::TempDir,
     pools: Pools,
 }
+
+/// A file, how much of it is there, and when it was written last.
+type Written = (PathBuf, u64, SystemTime);
 
 fn id() -> PoolId {
     "p".parse().unwrap()
@@ -119,6 +123,19 @@ impl Setup {
         self.pools.import(disks, digest, &transfer(), &CancellationToken::new(), BufReader::new(archive))
     }
 
+    /// All that is there of objects.
+    fn written(&self) -> Vec<Written> {
+        let mut found = Vec::new();
+        for uid in [LAYER, VOLUME, NEW_LAYER, NEW_VOLUME] {
+            for name in self.files(uid) {
+                let path = self.dir(uid).join(name);
+                let metadata = fs::metadata(&path).unwrap();
+                found.push((path, metadata.blocks(), metadata.modified().unwrap()));
+            }
+        }
+        found
+    }
+
     /// Only records, and none that is open.
     fn assert_nothing_left(&self, what: &str) {
         for uid in [NEW_LAYER, NEW_VOLUME] {
@@ -185,6 +202,49 @@ fn only_the_archive_that_was_asked_for_is_taken() {
     let over = setup.import_as(&disks(LAYER, Some(NEW_VOLUME), 4, false), &digest, &archive);
     assert!(matches!(over, Err(TransferError::Occupied { .. })), "{over:?}");
     assert!(fs::read(setup.image(LAYER)).unwrap().contains(&5));
+}
+
+/// The pool is given up for good once so much of the archive is left.
+struct Losing<'a> {
+    archive: &'a [u8],
+    at: usize,
+    setup: &'a Setup,
+    found: Option<Vec<Written>>,
+}
+
+impl io::Read for Losing<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.fill_buf()?.read(buffer)?;
+        self.consume(read);
+        Ok(read)
+    }
+}
+
+impl BufRead for Losing<'_> {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        if self.archive.len() <= self.at && self.found.is_none() {
+            self.setup.pools.declare_lost(&[id()].into());
+            self.found = Some(self.setup.written());
+        }
+        Ok(&self.archive[..self.archive.len().min(16)])
+    }
+
+    fn consume(&mut self, count: usize) {
+        self.archive = &self.archive[count..];
+    }
+}
+
+#[test]
+fn nothing_is_written_to_a_pool_that_is_lost_meanwhile() {
+    let setup = Setup::new();
+    let archive = setup.export(2).unwrap();
+    let digest = Prefix::read(&archive).unwrap().unwrap().digest().to_vec();
+    let both = disks(NEW_LAYER, Some(NEW_VOLUME), 1, false);
+    let mut losing = Losing { archive: &archive, at: archive.len() / 4, setup: &setup, found: None };
+    let lost = setup.pools.import(&both, &digest, &transfer(), &CancellationToken::new(), &mut losing);
+    assert!(matches!(lost, Err(TransferError::Pool(PoolError::Lost(_)))), "{lost:?}");
+    assert!(setup.files(NEW_LAYER).contains(&"image.raw.importing.1".to_owned()), "{:?}", setup.files(NEW_LAYER));
+    assert_eq!(losing.found, Some(setup.written()));
 }
 
 #[test]

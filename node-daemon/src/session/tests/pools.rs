@@ -135,6 +135,29 @@ async fn a_mark_that_cannot_be_harms_its_pool_alone() {
     daemon.end().await;
 }
 
+#[tokio::test]
+async fn the_end_of_what_is_not_here_waits_for_no_pool_that_is_lost() {
+    let (mut operator, node) = (Operator::listen().await, TestNode::with_pools(&["q"]));
+    let hangs = node.dir.path().join("q").join("objects").join(LAYER).join("holder.1");
+    hanging(&hangs);
+    let instance = InstanceId::generate();
+    let mut stopped = desired(instance, Some(v1::StopMode::Force));
+    stopped.launch.as_mut().and_then(|launch| launch.layer.as_mut()).unwrap().pool = "q".into();
+    let daemon = node.begin(&operator);
+    let mut session = operator.accepted(vec![stopped]).await;
+    // By then it looks at the records.
+    session.send(1, ToNode::ClockProbe(v1::ClockProbe { probe: 1 })).await;
+    session.find(|message| matches!(message, FromNode::ClockReading(_)).then_some(())).await;
+    session.send(1, ToNode::LostPools(v1::LostPools { ids: vec!["q".into()] })).await;
+    let event = session.event().await;
+    assert_eq!(
+        (event.instance_id.as_str(), ended(&event).1),
+        (instance.to_string().as_str(), vec![ObjectUse::Released])
+    );
+    fs::write(&hangs, "").unwrap();
+    daemon.end().await;
+}
+
 /// As many as run at once hang in a pool that is then given up for good.
 #[tokio::test]
 async fn moves_that_hang_in_a_lost_pool_keep_no_other_one_waiting() {
@@ -162,6 +185,13 @@ async fn moves_that_hang_in_a_lost_pool_keep_no_other_one_waiting() {
     assert!(waits.message.contains("waits for its turn"), "{waits:?}");
     session.send(1, ToNode::LostPools(v1::LostPools { ids: vec!["q".into()] })).await;
     word(&mut session, 3, v1::MoveState::Copied).await;
+    // Nor a new life, which another pool makes necessary.
+    let pool = daemon.pools.get(&"p".parse().unwrap()).unwrap();
+    pool.mark_dead(&"node-a".parse().unwrap(), Incarnation(1));
+    pool.look_again();
+    session.closed().await;
+    let (_session, hello) = operator.session().await;
+    assert_eq!((hello.incarnation, hello.highest_mark), (None, Some(1)));
     for path in &hangs {
         fs::write(path, "").unwrap();
     }
@@ -194,5 +224,14 @@ async fn a_node_that_a_pool_takes_for_dead_begins_a_new_life_once_nothing_runs_o
     session.send(1, ack(8, vec![])).await;
     session.find(applied).await;
     assert!(pool.status().is_available());
+
+    // Whoever marks it again so soon costs it that pool, and no session: a report comes after it was looked at.
+    pool.mark_dead(&"node-a".parse().unwrap(), Incarnation(9));
+    pool.look_again();
+    let told = |message| match message {
+        FromNode::Report(report) => report.pools.iter().any(|pool| !pool.available).then_some(()),
+        _ => None,
+    };
+    session.find(told).await;
     daemon.end().await;
 }

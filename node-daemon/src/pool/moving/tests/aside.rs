@@ -119,6 +119,24 @@ fn what_was_put_aside_and_is_the_object_is_among_the_objects_of_the_pool() {
     assert_eq!(new.objects().unwrap(), [], "a copy is none");
 }
 
+/// Each as it is for somebody who has listed the names before.
+#[test]
+fn an_object_that_goes_aside_or_back_while_it_is_looked_for_is_found() {
+    let setup = Setup::new();
+    moved_by_another(&setup);
+    let c = setup.on("c");
+    let new = c.get(&id("new")).unwrap();
+    new.take(&object("new", 4, PredecessorEnd::Released), &instance("c")).unwrap();
+    let there = new.objects().unwrap().pop();
+    assert_eq!(there.as_ref().map(|object| object.highest), Some(Epoch(4)));
+    assert_eq!(new.find(&uid(), true).unwrap(), there, "it was seen aside, and is back");
+    put_aside(new);
+    assert_eq!(new.find(&uid(), false).unwrap(), there, "it was seen in its place, and is aside");
+    fs::remove_dir_all(setup.dir.path().join("new").join(marker::OBJECTS)).unwrap();
+    fs::create_dir(setup.dir.path().join("new").join(marker::OBJECTS)).unwrap();
+    assert_eq!((new.find(&uid(), false).unwrap(), new.find(&uid(), true).unwrap()), (None, None), "it is gone");
+}
+
 #[test]
 fn what_was_put_aside_is_moved_all_the_same() {
     let setup = Setup::new();
