@@ -1,5 +1,5 @@
 //! A pool on a network that stops answering: what uses it stands still and nothing else does, and goes on, or dies, by what
-//! the pool says when it is back.
+//! the pool says when it is back; or people give it up.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -7,12 +7,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use kibo_crds::Workspace;
 use kibo_crds::node::{IsolationState, Node, NodeStatus};
 use kibo_crds::workspace::WorkspacePhase;
+use kibo_crds::{StoragePool, Workspace};
 use kibo_e2e::local::{Component, LocalPool, ProcessId};
 use kibo_e2e::suite::failpoints::Failpoints;
 use kibo_e2e::suite::proxy::Proxy;
+use kibo_e2e::suite::remote::Remote;
 use kibo_e2e::suite::{Place, STOP, Suite, condition, eventually, execution, phase_of, why};
 use kibo_failpoint::Action;
 use kibo_node_daemon::vmm::Cgroups;
@@ -21,7 +22,7 @@ use serde_json::json;
 
 fn main() -> ExitCode {
     Suite::with_everything()
-        .test("a_pool_that_hangs_stops_its_own_guests_and_they_go_on_with_it", hangs_and_returns)
+        .test("a_pool_that_hangs_stops_its_own_guests_until_it_is_back_or_is_given_up", hangs)
         .test("what_stood_still_while_its_disk_was_given_away_dies_when_the_pool_is_back", given_away)
         .run()
 }
@@ -83,55 +84,104 @@ async fn stands_still(node: &str, instance: &str, vm: &ProcessId) -> Result<()> 
     eventually(&format!("{instance} stands still"), Duration::from_secs(SOON), is_still).await
 }
 
-async fn hangs_and_returns(place: Arc<Place>) -> Result<()> {
+async fn hangs(place: Arc<Place>) -> Result<()> {
     let remote = place.remote()?;
     let path = remote.pool();
-    let node = place.node_with("3", "1Gi", |node| {
+    let node = place.node_with("4", "1536Mi", |node| {
         node.pools.push(LocalPool { id: "far".to_owned(), path, default: false });
         node.freeze_after_seconds = Some(FREEZE_AFTER);
     });
     let node = node.await?;
     let binding = json!({ "new": { "size": "64Mi", "pool": "far" }, "mountPath": "/data" });
-    place.create_workspace("w", json!({ "volume": binding })).await?;
+    for name in ["w", "forced"] {
+        place.create_workspace(name, json!({ "volume": binding })).await?;
+    }
     place.create_workspace("near", json!({})).await?;
-    let (workspace, _) = tokio::try_join!(place.available("w"), place.available("near"))?;
-    let (vm, (_, instance)) = (place.vm(&workspace)?, execution(&workspace)?);
-    place
-        .sh("w", "echo kept > /data/note; sync; (while :; do date >> /data/noise; sync; done) > /dev/null 2>&1 &")
-        .await?;
+    let (workspace, forced, _) =
+        tokio::try_join!(place.available("w"), place.available("forced"), place.available("near"))?;
+    let (w, forced) = (Guest::of(&place, &workspace)?, Guest::of(&place, &forced)?);
+    place.sh("w", "echo kept > /data/note; echo too > /root/note; sync").await?;
+    place.sh("w", "(while :; do date >> /data/noise; sync; done) > /dev/null 2>&1 &").await?;
     shows_pool(&place, &node, "far", true).await?;
 
     remote.hang();
-    stands_still(&node, &instance, &vm).await?;
+    stands_still(&node, &w.instance, &w.vm).await?;
     let paused = place.workspace("w", "says that it stands still", SOON, is_paused).await?;
     let words = condition(&paused, "Paused").map(|it| it.message.clone()).unwrap_or_default();
     ensure!(words.contains("storage pool far"), "{words}");
-    ensure!(phase_of(&paused) == Some(WorkspacePhase::Available) && vm.is_alive(), "{}", why(&paused));
-    shows_pool(&place, &node, "far", false).await?;
-    // The daemon does everything for the others as long as that takes.
+    ensure!(phase_of(&paused) == Some(WorkspacePhase::Available) && w.vm.is_alive(), "{}", why(&paused));
     ensure!(place.sh("near", "echo lives").await? == "lives");
-    place.create_workspace("later", json!({})).await?;
-    place.available("later").await?;
-    stop(&place, "later", "end").await?;
-    place.api::<Workspace>().delete("later", &DeleteParams::default()).await?;
-    place.gone(place.api::<Workspace>(), "later", SOON).await?;
-    let still = place.api::<Workspace>().get("w").await?;
-    ensure!(is_paused(&still) && execution(&still)?.1 == instance, "{}", why(&still));
 
     remote.go_on();
     place.workspace("w", "goes on", SOON, |it| condition(it, "Paused").is_none()).await?;
-    ensure!(place.sh("w", "cat /data/note").await? == "kept" && vm.is_alive(), "the same guest");
-    shows_pool(&place, &node, "far", true).await?;
-
-    // Who is stopped by force need not wait for its pool.
-    remote.hang();
-    stands_still(&node, &instance, &vm).await?;
-    place.power("w", json!({ "state": "Stopped", "stopMode": "Force", "requestId": "force" })).await?;
-    place.workspace("w", "is being stopped", SOON, |it| phase_of(it) == Some(WorkspacePhase::Stopping)).await?;
-    remote.go_on();
-    place.phase("w", WorkspacePhase::Stopped, STOP).await?;
-    place.no_trace_of(&node, &instance).await?;
+    ensure!(place.sh("w", "cat /data/note").await? == "kept" && w.vm.is_alive(), "the same guest");
+    for_good(&place, &node, &remote, &[w, forced]).await?;
+    ensure!(place.sh("near", "echo lives").await? == "lives");
     stop(&place, "near", "end").await
+}
+
+/// A guest with its process.
+struct Guest {
+    instance: String,
+    vm: ProcessId,
+}
+
+impl Guest {
+    fn of(place: &Place, workspace: &Workspace) -> Result<Self> {
+        Ok(Self { instance: execution(workspace)?.1, vm: place.vm(workspace)? })
+    }
+}
+
+/// It does not come back, and people decide. A process that waits in it, as that of the first guest does, cannot end before
+/// its host lets go of it.
+async fn for_good(place: &Place, node: &str, remote: &Remote, guests: &[Guest; 2]) -> Result<()> {
+    remote.hang();
+    for guest in guests {
+        stands_still(node, &guest.instance, &guest.vm).await?;
+    }
+    place.power("forced", json!({ "state": "Stopped", "stopMode": "Force", "requestId": "force" })).await?;
+    // The daemon does everything for the others as long as that takes.
+    place.create_workspace("later", json!({})).await?;
+    place.available("later").await?;
+    stop(place, "later", "end").await?;
+    place.api::<Workspace>().delete("later", &DeleteParams::default()).await?;
+    place.gone(place.api::<Workspace>(), "later", SOON).await?;
+    let still = place.api::<Workspace>().get("w").await?;
+    ensure!(is_paused(&still) && execution(&still)?.1 == guests[0].instance, "{}", why(&still));
+    place.workspace("forced", "says what its end waits for", SOON, waits_for_far).await?;
+    shows_pool(place, node, "far", false).await?;
+    let shown = place.kibo(&["node", "get", node]).await?.ok()?;
+    let far =
+        shown.lines().map(|line| line.split_whitespace().collect::<Vec<_>>()).find(|it| it.first() == Some(&"far"));
+    ensure!(far.is_some_and(|it| it.get(2) == Some(&"no")), "not AVAILABLE: {shown}");
+
+    let reaches = |it: &StoragePool| it.status.iter().flat_map(|it| &it.members).any(|member| member.available);
+    place.watched(place.all::<StoragePool>(), "far", "is out of reach", SOON, |it| !reaches(it)).await?;
+    place.kibo(&["storage-pool", "declare-lost", "far", "--confirm-data-is-gone", "--yes"]).await?.ok()?;
+    let hangs = place.workspace("w", "says what its end waits for", SOON, waits_for_far).await?;
+    let words = condition(&hangs, "Blocked").map(|it| it.message.clone()).unwrap_or_default();
+    ensure!(words.contains("its process hangs in the kernel of the host") && guests[0].vm.is_alive(), "{words}");
+    ensure!(place.sh("near", "echo lives").await? == "lives");
+
+    remote.give_up();
+    place.phase("forced", WorkspacePhase::Stopped, STOP).await?;
+    let ended = place.workspace("w", "has failed", SOON, |it| phase_of(it) == Some(WorkspacePhase::Failed)).await?;
+    ensure!(why(&ended).contains("storage pool far, which was declared lost"), "{}", why(&ended));
+    for guest in guests {
+        place.no_trace_of(node, &guest.instance).await?;
+    }
+    // With what was elsewhere it goes on.
+    let refused = place.kibo(&["workspace", "start", "w"]).await?;
+    ensure!(refused.code == 13 && refused.stderr.contains("declared lost"), "{refused:?}");
+    place.kibo(&["workspace", "unbind", "w"]).await?.ok()?;
+    place.kibo(&["workspace", "start", "w"]).await?.ok()?;
+    ensure!(place.sh("w", "cat /root/note").await? == "too");
+    stop(place, "w", "end").await
+}
+
+fn waits_for_far(workspace: &Workspace) -> bool {
+    let blocked = condition(workspace, "Blocked").filter(|it| it.status == "True");
+    blocked.is_some_and(|it| it.message.contains("storage pool far: the pool's file system does not answer"))
 }
 
 /// The first node is behind a network to its pool and to the operator; the second is at the pool's server.

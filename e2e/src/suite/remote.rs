@@ -19,6 +19,9 @@ use fuser::{
     ReplyEntry, ReplyOpen, ReplyStatfs, ReplyWrite, Request, SessionACL, TimeOrNow, WriteFlags,
 };
 
+/// As of a server that has many requests in hand when it stops answering: who waits for one of those cannot be killed.
+const THREADS: usize = 16;
+
 /// So long the kernel believes what it was told of names, missing names and attributes.
 const CACHED: Duration = Duration::from_secs(30);
 
@@ -42,6 +45,7 @@ impl Remote {
         let mut config = Config::default();
         config.mount_options = vec![MountOption::FSName("kibo-e2e".to_owned())];
         config.acl = SessionACL::All;
+        config.n_threads = Some(THREADS);
         let session = fuser::spawn_mount(server, &mount, &config).context("failed to mount a FUSE file system")?;
         Ok(Self { served, mount, gate, _session: session })
     }
@@ -73,6 +77,11 @@ impl Remote {
 
     pub fn go_on(&self) {
         self.gate.set(State::Answers);
+    }
+
+    /// As after a forced unmount: whoever waits for it gets an error, and so does everybody who comes later.
+    pub fn give_up(&self) {
+        self.gate.set(State::Gone);
     }
 }
 

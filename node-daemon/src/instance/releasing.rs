@@ -1,8 +1,9 @@
 //! After the end of the VM: nothing of it may be left, and everybody has to know. Every step can be repeated, so a daemon
 //! that is killed in between is no different from a slow one.
 
-use std::time::Duration;
+use std::{pin::pin, time::Duration};
 
+use kibo_crds::PoolId;
 use kibo_protocol::v1::{Blocked, Ended, ObjectState, ObjectUse, instance_event::Kind};
 
 use super::{Deps, files::InstanceDir, machine::Ending, task::blocking};
@@ -16,6 +17,8 @@ const RETRY_FIRST: Duration = Duration::from_millis(500);
 const RETRY_LAST: Duration = Duration::from_secs(30);
 /// So many failures in a row are told to the people who wait for the end.
 const TELL_AFTER: u32 = 3;
+/// A step that takes so long hangs with its storage pool: that is no failure, and nobody would hear of it.
+const PATIENCE: Duration = Duration::from_secs(10);
 /// People read it, and it is stored with the Workspace.
 const MESSAGE_LIMIT: usize = 1000;
 
@@ -40,8 +43,9 @@ pub async fn release(deps: &Deps, launch: &Launch, directory: &InstanceDir, endi
             let (deps, launch, granted) = (deps.clone(), launch.clone(), granted.clone());
             move || close(&deps, &launch, &granted)
         };
+        let pool = &granted.object.pool;
         let closed = until_done("release an object", launch, Some(deps), close);
-        let closed = deps.pools.unless_lost([&granted.object.pool], closed).await;
+        let closed = deps.pools.unless_lost([pool], patiently(closed, hangs(deps, launch, pool))).await;
         objects.push(closed.unwrap_or_else(|_lost| given_up(granted)));
         kibo_failpoint::reach("object-released").await;
     }
@@ -97,6 +101,24 @@ fn given_up(granted: &GrantedObject) -> ObjectState {
     ObjectState { uid, epoch, r#use: ObjectUse::Released.into(), size_bytes: None }
 }
 
+/// Waits for a step, and once that takes long tells people what is waited for.
+async fn patiently<T>(step: impl Future<Output = T>, tell: impl Future<Output = ()>) -> T {
+    let mut step = pin!(step);
+    if let Ok(done) = tokio::time::timeout(PATIENCE, &mut step).await {
+        return done;
+    }
+    tell.await;
+    step.await
+}
+
+async fn hangs(deps: &Deps, launch: &Launch, pool: &PoolId) {
+    let problem = deps.pools.get(pool).ok().and_then(|pool| pool.status().problem);
+    let problem = problem.unwrap_or_else(|| "it is slow to answer".to_owned());
+    let problem =
+        format!("a disk is released in storage pool {pool}: {problem}. If that pool is gone for good, declare it lost");
+    blocked(deps, launch, &problem).await;
+}
+
 /// Runs a step on a thread that may block, again and again until it succeeds. With `tell` people hear of a problem that
 /// looks as if it would last: the Workspace waits for it.
 async fn until_done<T, E, S>(what: &'static str, launch: &Launch, tell: Option<&Deps>, mut step: impl FnMut() -> S) -> T
@@ -146,5 +168,23 @@ async fn blocked(deps: &Deps, launch: &Launch, problem: &str) {
     let blocked = Kind::Blocked(Blocked { message: message.chars().take(MESSAGE_LIMIT).collect() });
     if let Err(error) = try_append(deps, launch, blocked).await {
         tracing::warn!(instance = %launch.instance(), %error, "what an end waits for cannot be told");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn what_hangs_is_told_once_and_waited_for_all_the_same() {
+        let told = Cell::new(0);
+        let takes =
+            |seconds| patiently(tokio::time::sleep(Duration::from_secs(seconds)), async { told.set(told.get() + 1) });
+        takes(9).await;
+        assert_eq!(told.get(), 0);
+        takes(60 * 60).await;
+        assert_eq!(told.get(), 1);
     }
 }

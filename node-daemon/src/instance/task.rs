@@ -1,6 +1,7 @@
 //! The task of one Instance: feeds its state machine and does what that decides.
 
 mod beginning;
+mod hanging;
 
 use std::{panic::AssertUnwindSafe, sync::Arc, time::Duration};
 
@@ -10,6 +11,8 @@ use kibo_guest_protocol::{ProcessEnd, v1 as guest};
 use kibo_protocol::v1::{self as protocol, EndReason, instance_event::Kind};
 use tokio::{sync::mpsc, task::JoinHandle, time::Instant};
 use tracing::Instrument as _;
+
+use hanging::Hang;
 
 use super::{
     Inner, Record,
@@ -71,6 +74,7 @@ pub struct Task {
     exited_meanwhile: Option<guest::EntrypointState>,
     /// It was silent while it stood still.
     silent: bool,
+    hang: Hang,
     timeline: Timeline,
 }
 
@@ -137,6 +141,7 @@ impl Task {
             storing: None,
             exited_meanwhile: None,
             silent: false,
+            hang: Hang::default(),
             timeline: Timeline::begin(),
         }
     }
@@ -299,6 +304,7 @@ impl Task {
             Action::Kill => {
                 self.grip.kill_process();
                 kibo_failpoint::reach("vm-killed").await;
+                self.was_killed().await;
             }
             // Of these there can be any number, and an order to stop must not wait behind a full disk.
             Action::Tell(kind) => self.tell(kind).await,
