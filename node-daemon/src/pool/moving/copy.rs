@@ -1,9 +1,9 @@
 //! The bytes of one image into another file: only what is data, in pieces that some threads read and write at once, so that
-//! both disks have something to do. Then the whole of the other file is read back from its disk, and must be what was read:
-//! whoever copied which part of it, and also where it ought to have holes.
+//! both disks have something to do. What was written is made durable again and again, and only then read back from its disk
+//! while what follows is still being copied ([`line`]). In the end the whole of the other file must be what was read: whoever
+//! copied which part of it, and also where it ought to have holes.
 
 use std::{
-    collections::VecDeque,
     fs::File,
     io,
     os::unix::fs::FileExt as _,
@@ -17,10 +17,12 @@ use std::{
 use kibo_crds::PoolId;
 use rustix::fs::{Advice, fadvise};
 
-use crate::pool::sparse::{Content, Data, Piece, data_bytes, runs};
+use super::line::{Line, Mark};
+use crate::pool::sparse::{Content, Piece, data_bytes, runs};
 
-/// Threads of a copy, and of its reading back. Each has a piece in memory.
-const THREADS: usize = 4;
+/// Threads that copy, and that read back. Each has a piece in memory.
+const COPIERS: usize = 4;
+const READERS: usize = 2;
 
 /// How far a move has come, for whoever looks on, and the order to stop.
 #[derive(Debug, Default)]
@@ -77,7 +79,7 @@ pub enum CopyError {
     Lost(PoolId),
 }
 
-/// A copy from one open image to another one of the same size.
+/// A copy from one open image to another one of the same size, which can be read too.
 pub struct Copy<'a> {
     pub source: &'a File,
     pub target: &'a File,
@@ -85,121 +87,92 @@ pub struct Copy<'a> {
     pub progress: &'a Progress,
 }
 
-/// What of an image is under way, in its order.
-struct Pieces<'a, F> {
-    data: Data<'a>,
-    /// Those from the first one on that is not copied yet; with its content one is.
-    begun: VecDeque<(u64, Option<Content>)>,
-    /// How many came before them.
-    done: u64,
-    tell: F,
-}
-
-impl<F: FnMut(u64, Content) -> Result<(), CopyError>> Pieces<'_, F> {
-    /// Number, offset and length of the next piece.
-    fn begin(&mut self) -> io::Result<Option<(u64, u64, usize)>> {
-        let Some((offset, len)) = self.data.next()? else { return Ok(None) };
-        let number = self.done + self.begun.len() as u64;
-        self.begun.push_back((offset + len as u64, None));
-        Ok(Some((number, offset, len)))
-    }
-
-    fn end(&mut self, number: u64, content: Content) -> Result<(), CopyError> {
-        let at = usize::try_from(number - self.done).unwrap_or(usize::MAX);
-        if let Some((_, copied)) = self.begun.get_mut(at) {
-            *copied = Some(content);
-        }
-        while let Some((end, Some(content))) = self.begun.front().copied() {
-            self.begun.pop_front();
-            self.done += 1;
-            (self.tell)(end, content)?;
-        }
-        Ok(())
-    }
-}
-
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Whoever panics ends the copy.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Does the same on some threads, until one of them fails or all have ended well.
-fn on_threads(work: impl Fn(&AtomicBool) -> Result<(), CopyError> + Sync) -> Result<(), CopyError> {
-    let has_failed = AtomicBool::new(false);
-    let watched = || {
-        let done = work(&has_failed);
-        has_failed.fetch_or(done.is_err(), Ordering::Relaxed);
-        done
-    };
-    thread::scope(|scope| {
-        let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(watched)).collect();
-        let ended = threads.into_iter().map(|thread| thread.join().unwrap_or(Err(CopyError::Stopped)));
-        ended.fold(Ok(()), Result::and)
-    })
-}
-
 impl Copy<'_> {
-    /// Copies what follows `from`. `done` is told up to which byte everything was written, in their order, and what has come
-    /// to that since it was told last; it may take its time now and then. `may_go_on` is asked before each piece is read,
-    /// and again before it is written.
+    /// Copies what follows a mark, up to which an earlier one came, and compares all of the copy with what was read of the
+    /// image. `durable` is told up to where the copy is on its disk, now and then and at last for all of it; it may take its
+    /// time. `may_go_on` is asked before anything is read, written or made durable.
     pub fn run(
         &self,
-        from: u64,
-        done: impl FnMut(u64, Content) -> Result<(), CopyError> + Send,
+        from: Mark,
+        durable: impl FnMut(Mark) -> Result<(), CopyError>,
         may_go_on: impl Fn() -> Result<(), CopyError> + Sync,
     ) -> Result<(), CopyError> {
         let before = data_bytes(self.source, 0, self.size).map_err(CopyError::Read)?;
-        let rest = data_bytes(self.source, from, self.size).map_err(CopyError::Read)?;
+        let rest = data_bytes(self.source, from.at, self.size).map_err(CopyError::Read)?;
         self.progress.total.store(before, Ordering::Relaxed);
         self.progress.copied.store(before - rest, Ordering::Relaxed);
-        let data = Data::of(self.source, from, self.size);
-        let pieces = Mutex::new(Pieces { data, begun: VecDeque::new(), done: 0, tell: done });
-        on_threads(|has_failed| {
-            let mut piece = Piece::new();
-            while !has_failed.load(Ordering::Relaxed) {
-                may_go_on()?;
-                let Some((number, offset, len)) = lock(&pieces).begin().map_err(CopyError::Read)? else { break };
-                piece.len = len;
-                self.source.read_exact_at(piece.bytes_mut(), offset).map_err(CopyError::Read)?;
-                let content = Content::of(offset, piece.bytes());
-                may_go_on()?;
-                for (begin, end) in runs(piece.bytes()) {
-                    let bytes = &piece.bytes()[begin..end];
-                    self.target.write_all_at(bytes, offset + begin as u64).map_err(CopyError::Write)?;
-                }
-                self.progress.copied.fetch_add(len as u64, Ordering::Relaxed);
-                lock(&pieces).end(number, content)?;
-                kibo_failpoint::reach_blocking("move-copying");
-            }
-            Ok(())
-        })
+        self.forget();
+        let line = Line::new(self.source, self.target, self.size, from);
+        let copied = || line.unless_it_fails(|| self.copy(&line, &may_go_on));
+        let read = || line.unless_it_fails(|| self.read_back(&line, &may_go_on));
+        thread::scope(|scope| {
+            let copiers = (0..COPIERS).map(|_| scope.spawn(copied));
+            let threads: Vec<_> = copiers.chain((0..READERS).map(|_| scope.spawn(read))).collect();
+            let synced = line.unless_it_fails(|| self.make_durable(&line, durable, &may_go_on));
+            let ended = threads.into_iter().map(|thread| thread.join().unwrap_or(Err(CopyError::Stopped)));
+            ended.fold(synced, Result::and)
+        })?;
+        if line.is_the_same() { Ok(()) } else { Err(CopyError::Differs) }
     }
-}
 
-/// Reads all of a copy from its disk, where it was synced, and compares it with what was read of the image. `may_go_on` is
-/// asked before each piece.
-pub fn verify(
-    copy: &File,
-    size: u64,
-    expected: Content,
-    may_go_on: impl Fn() -> Result<(), CopyError> + Sync,
-) -> Result<(), CopyError> {
-    // Where it cannot be dropped, the cache is what there is.
-    let _ = fadvise(copy, 0, None, Advice::DontNeed);
-    let (data, found) = (Mutex::new(Data::of(copy, 0, size)), Mutex::new(Content::default()));
-    on_threads(|has_failed| {
-        let (mut piece, mut content) = (Piece::new(), Content::default());
-        while !has_failed.load(Ordering::Relaxed) {
+    fn copy(&self, line: &Line<'_>, may_go_on: impl Fn() -> Result<(), CopyError>) -> Result<(), CopyError> {
+        let mut piece = Piece::new();
+        while let Some((number, offset, len)) = line.begin().map_err(CopyError::Read)? {
             may_go_on()?;
-            let Some((offset, len)) = lock(&data).next().map_err(CopyError::ReadBack)? else { break };
             piece.len = len;
-            copy.read_exact_at(piece.bytes_mut(), offset).map_err(CopyError::ReadBack)?;
-            content.add(Content::of(offset, piece.bytes()));
+            self.source.read_exact_at(piece.bytes_mut(), offset).map_err(CopyError::Read)?;
+            let content = Content::of(offset, piece.bytes());
+            may_go_on()?;
+            for (begin, end) in runs(piece.bytes()) {
+                let bytes = &piece.bytes()[begin..end];
+                self.target.write_all_at(bytes, offset + begin as u64).map_err(CopyError::Write)?;
+            }
+            self.progress.copied.fetch_add(len as u64, Ordering::Relaxed);
+            kibo_failpoint::reach_blocking("move-copying");
+            line.end(number, len, content);
         }
-        lock(&found).add(content);
         Ok(())
-    })?;
-    if *lock(&found) == expected { Ok(()) } else { Err(CopyError::Differs) }
+    }
+
+    fn make_durable(
+        &self,
+        line: &Line<'_>,
+        mut durable: impl FnMut(Mark) -> Result<(), CopyError>,
+        may_go_on: impl Fn() -> Result<(), CopyError>,
+    ) -> Result<(), CopyError> {
+        while let Some(written) = line.to_sync() {
+            may_go_on()?;
+            let is_whole = written.at == self.size;
+            let synced = if is_whole { self.target.sync_all() } else { self.target.sync_data() };
+            synced.map_err(CopyError::Write)?;
+            self.forget();
+            line.is_durable(written);
+            durable(written)?;
+        }
+        Ok(())
+    }
+
+    fn read_back(&self, line: &Line<'_>, may_go_on: impl Fn() -> Result<(), CopyError>) -> Result<(), CopyError> {
+        let mut piece = Piece::new();
+        while let Some((offset, len)) = line.to_read().map_err(CopyError::ReadBack)? {
+            may_go_on()?;
+            piece.len = len;
+            self.target.read_exact_at(piece.bytes_mut(), offset).map_err(CopyError::ReadBack)?;
+            line.was_read(Content::of(offset, piece.bytes()));
+        }
+        Ok(())
+    }
+
+    /// What is read back must come from the disk. Where there is no direct I/O, what was synced can be dropped from the cache;
+    /// where not even that, the cache is what there is.
+    fn forget(&self) {
+        let _ = fadvise(self.target, 0, None, Advice::DontNeed);
+    }
 }
 
 #[cfg(test)]
@@ -216,32 +189,30 @@ mod tests {
         file
     }
 
-    /// The ends of the pieces, and what was read.
-    fn run(
-        source: &File,
-        target: &File,
-        size: u64,
-        from: u64,
-        progress: &Progress,
-    ) -> Result<(Vec<u64>, Content), CopyError> {
-        let (mut done, mut content) = (Vec::new(), Content::default());
+    /// What was told to be durable.
+    fn run(source: &File, target: &File, size: u64, from: Mark, progress: &Progress) -> Result<Vec<Mark>, CopyError> {
+        let mut durable = Vec::new();
         let copy = Copy { source, target, size, progress };
         copy.run(
             from,
-            |at, more| {
-                done.push(at);
-                content.add(more);
+            |mark| {
+                durable.push(mark);
                 Ok(())
             },
             || if progress.is_stopped() { Err(CopyError::Stopped) } else { Ok(()) },
         )?;
-        Ok((done, content))
+        Ok(durable)
     }
 
     fn all(file: &File, size: u64) -> Vec<u8> {
         let mut bytes = vec![0; usize::try_from(size).unwrap()];
         file.read_exact_at(&mut bytes, 0).unwrap();
         bytes
+    }
+
+    /// As an earlier daemon left it.
+    fn mark(source: &File, at: u64) -> Mark {
+        Mark { at, content: Content::of(0, &all(source, at)) }
     }
 
     #[test]
@@ -254,26 +225,44 @@ mod tests {
         source.write_all_at(&vec![0; 8 << 20], 40 * MIB).unwrap();
         source.write_all_at(&[3; 1], size - 1).unwrap();
         let progress = Progress::default();
-        let (done, content) = run(&source, &target, size, 0, &progress).unwrap();
+        let durable = run(&source, &target, size, Mark::default(), &progress).unwrap();
         assert!(all(&source, size) == all(&target, size));
-        verify(&target, size, content, || Ok(())).unwrap();
-        assert!(done.is_sorted() && done.last() == Some(&size), "{done:?}");
+        assert_eq!(durable.last(), Some(&mark(&source, size)));
         assert_eq!(progress.copied(), progress.total());
         let occupied = target.metadata().unwrap().blocks() * 512;
         assert!(occupied < 11 * MIB, "{occupied} bytes: zeros were written");
     }
 
     #[test]
-    fn what_was_done_is_not_done_again() {
+    fn much_is_made_durable_while_it_is_copied() {
+        let dir = tempfile::tempdir().unwrap();
+        let size = 160 * MIB;
+        let (source, target) = (file(&dir, "source", size), file(&dir, "target", size));
+        source.write_all_at(&vec![7; 160 << 20], 0).unwrap();
+        let durable = run(&source, &target, size, Mark::default(), &Progress::default()).unwrap();
+        assert!(durable.len() > 1 && durable.is_sorted_by(|a, b| a.at < b.at), "{durable:?}");
+        for told in durable {
+            assert_eq!(told, mark(&source, told.at));
+        }
+    }
+
+    #[test]
+    fn what_was_done_is_not_done_again_and_still_compared() {
         let dir = tempfile::tempdir().unwrap();
         let size = 16 * MIB;
         let (source, target) = (file(&dir, "source", size), file(&dir, "target", size));
         source.write_all_at(&vec![7; 16 << 20], 0).unwrap();
+        let before = Mark { at: 12 * MIB, content: Content::default() };
         let progress = Progress::default();
-        run(&source, &target, size, 12 * MIB, &progress).unwrap();
+        // By its mark nothing but zeros was there.
+        run(&source, &target, size, before, &progress).unwrap();
         assert_eq!(progress.copied(), size);
         let copied = all(&target, size);
         assert!(copied[..12 << 20].iter().all(|byte| *byte == 0) && copied[12 << 20..].iter().all(|byte| *byte == 7));
+        for at in [12 * MIB, size] {
+            let result = run(&source, &target, size, mark(&source, at), &progress);
+            assert!(matches!(result, Err(CopyError::Differs)), "{result:?}");
+        }
     }
 
     #[test]
@@ -282,18 +271,16 @@ mod tests {
         let size = 64 * MIB;
         let (source, target) = (file(&dir, "source", size), file(&dir, "target", size));
         source.write_all_at(&vec![7; 64 << 20], 0).unwrap();
-        let stopped = Progress::default();
+        let (none, stopped) = (Mark::default(), Progress::default());
         stopped.stop();
-        assert!(matches!(run(&source, &target, size, 0, &stopped), Err(CopyError::Stopped)));
-        assert!(matches!(
-            verify(&source, size, Content::default(), || Err(CopyError::Stopped)),
-            Err(CopyError::Stopped)
-        ));
+        assert!(matches!(run(&source, &target, size, none, &stopped), Err(CopyError::Stopped)));
         let read_only = File::open(dir.path().join("target")).unwrap();
-        assert!(matches!(run(&source, &read_only, size, 0, &Progress::default()), Err(CopyError::Write(_))));
-        let short = file(&dir, "short", MIB);
-        let copy = Copy { source: &short, target: &target, size, progress: &stopped };
-        assert!(copy.run(0, |_, _| Ok(()), || Ok(())).is_ok(), "there is no data in it");
+        assert!(matches!(run(&source, &read_only, size, none, &Progress::default()), Err(CopyError::Write(_))));
+        let write_only = File::options().write(true).open(dir.path().join("target")).unwrap();
+        assert!(matches!(run(&source, &write_only, size, none, &Progress::default()), Err(CopyError::ReadBack(_))));
+        let noted = |_| Err(CopyError::Write(io::ErrorKind::StorageFull.into()));
+        let copy = Copy { source: &source, target: &target, size, progress: &stopped };
+        assert!(matches!(copy.run(none, noted, || Ok(())), Err(CopyError::Write(_))));
     }
 
     #[test]
@@ -302,8 +289,9 @@ mod tests {
         let size = 16 * MIB;
         let (source, target) = (file(&dir, "source", size), file(&dir, "target", size));
         source.write_all_at(&vec![7; 2 << 20], 0).unwrap();
-        let (_, content) = run(&source, &target, size, 0, &Progress::default()).unwrap();
-        let is_whole = || verify(&target, size, content, || Ok(()));
+        run(&source, &target, size, Mark::default(), &Progress::default()).unwrap();
+        let whole = mark(&source, size);
+        let is_whole = || run(&source, &target, size, whole, &Progress::default());
         is_whole().unwrap();
         for at in [5, 8 * MIB, size - 1] {
             let mut byte = [0];

@@ -13,6 +13,7 @@
 mod copy;
 mod discard;
 mod journal;
+mod line;
 #[cfg(test)]
 mod tests;
 
@@ -43,8 +44,9 @@ use crate::{
     durable,
     launch::{GrantedObject, Taker},
 };
-use copy::{Copy, CopyError, verify};
+use copy::{Copy, CopyError};
 use journal::{Journal, copy_path};
+use line::Mark;
 
 /// How often a copy makes what it has durable and notes it.
 const NOTE_EVERY: Duration = Duration::from_secs(2);
@@ -97,10 +99,9 @@ impl Pools {
         let moving = Moving { from, to, granted, taker, progress };
         let (source, size) = moving.take_source()?;
         let mut journal = moving.take_target(size)?;
-        if !journal.complete {
+        if !moving.has_its_name(&journal)? {
             moving.copy(&source, &mut journal)?;
         }
-        moving.verify(&journal)?;
         moving.name_it(&mut journal)
     }
 }
@@ -220,57 +221,57 @@ impl Moving<'_> {
         Ok(())
     }
 
+    /// An earlier try came to its end: it was found whole before it got that.
+    fn has_its_name(&self, journal: &Journal) -> Result<bool, MoveError> {
+        let path = copy_path(&self.to.object_dir(self.uid()), self.epoch());
+        Ok(journal.complete && inode(&path).map_err(self.io_error("look at"))?.is_none())
+    }
+
+    /// Copies what is missing, and compares the whole copy, whoever has made which part of it, before anybody can take it for
+    /// the object.
     fn copy(&self, source: &File, journal: &mut Journal) -> Result<(), MoveError> {
         self.is_wanted().map_err(|source| self.copy_error(source))?;
         let dir = self.to.object_dir(self.uid());
         let path = copy_path(&dir, self.epoch());
+        let size = journal.size;
+        let from = Mark { at: if journal.complete { size } else { journal.done }, content: journal.content };
         let mut options = OpenOptions::new();
         // Never a new one where the journal says that some of it is there.
-        options.read(true).write(true).create(journal.done == 0).truncate(false).mode(0o600);
+        options.read(true).write(true).create(from.at == 0).truncate(false).mode(0o600);
         let (target, _) = sparse::open(&path, &mut options)?;
-        if journal.done == 0 {
+        if from.at == size {
+            self.is_read_back();
+        }
+        if from.at == 0 {
             // Of what an earlier try left nobody knows how much is there.
             target.set_len(0).map_err(self.io_error("begin the copy of"))?;
         }
-        target.set_len(journal.size).map_err(self.io_error("size the copy of"))?;
-        let copy = Copy { source, target: &target, size: journal.size, progress: self.progress };
+        target.set_len(size).map_err(self.io_error("size the copy of"))?;
+        let copy = Copy { source, target: &target, size, progress: self.progress };
         let looked = Mutex::new(Instant::now());
         let mut noted = Instant::now();
-        let (from, mut content) = (journal.done, journal.content);
-        let done = |at, more| {
-            content.add(more);
-            if noted.elapsed() < NOTE_EVERY {
+        let durable = |mark: Mark| {
+            let is_whole = mark.at == size;
+            if !is_whole && noted.elapsed() < NOTE_EVERY {
                 return Ok(());
             }
+            if is_whole {
+                kibo_failpoint::reach_blocking("move-synced");
+                self.is_read_back();
+            }
             self.is_wanted()?;
-            target.sync_data().map_err(CopyError::Write)?;
-            (journal.done, journal.content) = (at, content);
+            (journal.done, journal.content, journal.complete) = (mark.at, mark.content, is_whole);
             journal.write(&dir).map_err(CopyError::Write)?;
             noted = Instant::now();
             Ok(())
         };
-        copy.run(from, done, || self.may_go_on(&looked)).map_err(|source| self.copy_error(source))?;
-        self.is_wanted().map_err(|source| self.copy_error(source))?;
-        target.sync_all().map_err(self.io_error("sync the copy of"))?;
-        kibo_failpoint::reach_blocking("move-synced");
-        (journal.content, journal.complete) = (content, true);
-        journal.write(&dir).map_err(self.io_error("write the journal of"))
-    }
-
-    /// The whole copy, whoever has made which part of it, before anybody can take it for the object. One that has its name
-    /// already was found whole before it got that.
-    fn verify(&self, journal: &Journal) -> Result<(), MoveError> {
-        let path = copy_path(&self.to.object_dir(self.uid()), self.epoch());
-        if inode(&path).map_err(self.io_error("look at"))?.is_none() {
-            return Ok(());
-        }
-        self.progress.waits_for(Some("the whole copy is read back and compared".to_owned()));
-        let (copy, _) = sparse::open(&path, OpenOptions::new().read(true))?;
-        let looked = Mutex::new(Instant::now());
-        verify(&copy, journal.size, journal.content, || self.may_go_on(&looked))
-            .map_err(|source| self.copy_error(source))?;
+        copy.run(from, durable, || self.may_go_on(&looked)).map_err(|source| self.copy_error(source))?;
         kibo_failpoint::reach_blocking("move-verified");
         Ok(())
+    }
+
+    fn is_read_back(&self) {
+        self.progress.waits_for(Some("the rest of the copy is read back and compared".to_owned()));
     }
 
     /// Nothing is read or written once one of the pools was declared lost.
