@@ -158,9 +158,9 @@ fn disks(directory: &Path, launch: &Launch) -> Result<Vec<TakenObject>> {
         let directory = directory.join(object.uid.as_str());
         fs::create_dir(&directory)?;
         pool::ensure_image(&directory, object, Epoch(1))?;
-        let (file, is_direct) = pool::open_image(&directory, false)?;
+        let image = pool::open_image(&directory, false)?;
         let (uid, pool, epoch, size) = (object.uid.clone(), object.pool.clone(), granted.grant.epoch, object.size);
-        Ok(TakenObject { uid, pool, epoch, size, file, is_direct })
+        Ok(TakenObject { uid, pool, epoch, size, image })
     };
     launch.objects().map(disk).collect()
 }

@@ -1,5 +1,6 @@
 //! Proves that this host can run guests, by running one: opening /dev/kvm proves nothing, since some nested hosts open it
-//! and then hang every guest.
+//! and then hang every guest. That guest also reads a disk by `io_uring`, which a kernel can forbid and a QEMU can lack; where
+//! it cannot, disks are used by threads.
 
 use std::{
     fs, io,
@@ -9,22 +10,28 @@ use std::{
 };
 
 use kibo_crds::{Bytes, MilliCpu};
-use kibo_guest_protocol::v1::LogData;
+use kibo_guest_protocol::v1::{Configure, LogData, RootImage, WritableLayer};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 use tokio::sync::mpsc;
 
 use crate::{
-    config::{Accelerator, VmmConfig},
+    config::{Accelerator, DiskIo, VmmConfig},
     durable,
     guest::{GuestEvent, LogSink},
     instance::{DiskPools, Input, RunningVm, Watched},
-    vmm::{Machine, SocketDir, Vmm, VmmError},
+    pool::{IMAGE, ImageError, open_image},
+    vmm::{Aio, Disk, Machine, SocketDir, Vmm},
 };
 
 /// The directory; process and cgroup are named after it too.
 const NAME: &str = "accelerator-proof";
 const CACHE: &str = "accelerator.json";
+/// The serial of the disk that the guest reads.
+const DISK: &str = "proof";
+const DISK_SIZE: Bytes = Bytes::mib(1);
+/// Who may use `io_uring`; missing in older kernels, where everybody may. They can be changed at any time.
+const IO_URING: [&str; 2] = ["/proc/sys/kernel/io_uring_disabled", "/proc/sys/kernel/io_uring_group"];
 const MEMORY: Bytes = Bytes::mib(256);
 const MEMORY_LIMIT: Bytes = Bytes::mib(320);
 const END_LIMIT: Duration = Duration::from_secs(10);
@@ -36,8 +43,20 @@ pub enum ProofError {
          host whose virtualization works"
     )]
     Unusable { accelerator: Accelerator, problem: String },
+    #[error(
+        "vmm.disk_io = \"io_uring\" cannot be used on this host, while threads can: {problem}. Set it to \"auto\", or let QEMU \
+         use it: a kernel with kernel.io_uring_disabled = 0, and a QEMU that was built with it"
+    )]
+    NoIoUring { problem: String },
     #[error("failed to {action} {path}: {source}")]
     Io { action: &'static str, path: PathBuf, source: io::Error },
+}
+
+/// What was proved, and of what.
+#[derive(Debug, Serialize, Deserialize)]
+struct Proof {
+    circumstances: Circumstances,
+    disk_io: Aio,
 }
 
 /// What a proof depends on: as long as all of it is the same, the result is.
@@ -47,6 +66,8 @@ struct Circumstances {
     /// The kernel's random id of this boot of the host.
     boot_id: String,
     accelerator: String,
+    disk_io: String,
+    io_uring: Vec<Option<String>>,
     files: Vec<Identity>,
 }
 
@@ -63,7 +84,13 @@ impl Circumstances {
     fn of(config: &VmmConfig, boot_id: &str) -> Result<Self, ProofError> {
         let files = [&config.qemu, &config.kernel, &config.initrd];
         let files = files.into_iter().map(|path| Identity::of(path)).collect::<Result<_, _>>()?;
-        Ok(Self { boot_id: boot_id.to_owned(), accelerator: config.accelerator.to_string(), files })
+        Ok(Self {
+            boot_id: boot_id.to_owned(),
+            accelerator: config.accelerator.to_string(),
+            disk_io: config.disk_io.to_string(),
+            io_uring: IO_URING.map(|path| fs::read_to_string(path).ok()).to_vec(),
+            files,
+        })
     }
 }
 
@@ -84,41 +111,109 @@ pub fn limit(accelerator: Accelerator) -> Duration {
     }
 }
 
-/// Boots a guest to its agent's hello within `limit`, unless that has been done since the host's boot with the same files.
-/// Only success is remembered: a host that failed may have been mended. Call it after the recovery, which ends
-/// the process of a proof that was cut off.
-pub async fn prove(vmm: &Vmm, boot_id: &str, limit: Duration) -> Result<(), ProofError> {
+/// Boots a guest to its agent's hello within `limit` and lets it read a disk, unless that has been done since the host's boot
+/// with the same files; answers how disks are used on this host. Only success is remembered: a host that failed may have
+/// been mended. Call it after the recovery, which ends the process of a proof that was cut off.
+pub async fn prove(vmm: &Vmm, boot_id: &str, limit: Duration) -> Result<Aio, ProofError> {
     let state_dir = vmm.state_dir();
     let directory = state_dir.join(NAME);
     // The rest of a daemon that was killed in the middle; its process is ended by the recovery.
     clear(vmm, &directory)?;
     let circumstances = Circumstances::of(vmm.config(), boot_id)?;
-    let cache = state_dir.join(CACHE);
-    let known = fs::read(&cache).ok().and_then(|bytes| serde_json::from_slice::<Circumstances>(&bytes).ok());
-    if known.as_ref() == Some(&circumstances) {
-        return Ok(());
+    if let Some(known) = read(state_dir).filter(|known| known.circumstances == circumstances) {
+        return Ok(known.disk_io);
     }
     let started = Instant::now();
-    let result = boot(vmm, &directory, limit).await;
-    let cleared = clear(vmm, &directory);
-    result.map_err(|problem| ProofError::Unusable { accelerator: vmm.config().accelerator, problem })?;
-    cleared?;
-    tracing::info!(accelerator = %vmm.config().accelerator, after = ?started.elapsed(), "a guest has booted on this host");
-    let text = serde_json::to_vec_pretty(&circumstances).map_err(|error| failed("write", &cache)(error.into()))?;
-    durable::replace(&cache, &text).map_err(failed("write", &cache))
+    let disk_io = find(vmm, &directory, limit).await?;
+    let (accelerator, after) = (vmm.config().accelerator, started.elapsed());
+    tracing::info!(%accelerator, disk_io = disk_io.as_str(), ?after, "a guest has booted on this host");
+    let cache = state_dir.join(CACHE);
+    let text = serde_json::to_vec_pretty(&Proof { circumstances, disk_io });
+    let text = text.map_err(|error| failed("write", &cache)(error.into()))?;
+    durable::replace(&cache, &text).map_err(failed("write", &cache))?;
+    Ok(disk_io)
 }
 
-/// The error says what went wrong, for people.
-async fn boot(vmm: &Vmm, directory: &Path, limit: Duration) -> Result<(), String> {
-    fs::create_dir_all(directory).map_err(|error| format!("failed to make {}: {error}", directory.display()))?;
-    let sockets =
-        SocketDir::open(directory).map_err(|error| format!("failed to open {}: {error}", directory.display()))?;
+/// How the VMs of a daemon with this state directory use their disks, as it found out last.
+pub fn remembered(state_dir: &Path) -> Option<Aio> {
+    read(state_dir).map(|proof| proof.disk_io)
+}
+
+fn read(state_dir: &Path) -> Option<Proof> {
+    serde_json::from_slice(&fs::read(state_dir.join(CACHE)).ok()?).ok()
+}
+
+/// The first disk I/O with which a guest boots and reads, of what the configuration allows.
+async fn find(vmm: &Vmm, directory: &Path, limit: Duration) -> Result<Aio, ProofError> {
+    let VmmConfig { accelerator, disk_io, .. } = *vmm.config();
+    let unusable = |failure: Failure| ProofError::Unusable { accelerator, problem: failure.problem() };
+    let mut refused = None;
+    if disk_io != DiskIo::Threads {
+        match attempt(&vmm.trying(Aio::IoUring), directory, limit).await? {
+            Ok(()) => return Ok(Aio::IoUring),
+            // No other disk makes that guest boot.
+            Err(failure @ Failure::Boot(_)) => return Err(unusable(failure)),
+            Err(failure) => refused = Some(failure.problem()),
+        }
+    }
+    attempt(&vmm.trying(Aio::Threads), directory, limit).await?.map_err(unusable)?;
+    match refused {
+        Some(problem) if disk_io == DiskIo::IoUring => return Err(ProofError::NoIoUring { problem }),
+        Some(problem) => tracing::info!(problem, "no guest can use io_uring on this host: disks are used by threads"),
+        None => {}
+    }
+    Ok(Aio::Threads)
+}
+
+async fn attempt(vmm: &Vmm, directory: &Path, limit: Duration) -> Result<Result<(), Failure>, ProofError> {
+    let result = boot(vmm, directory, limit).await;
+    clear(vmm, directory)?;
+    Ok(result)
+}
+
+/// What came of a guest, for people.
+#[derive(Debug)]
+enum Failure {
+    /// It did not boot, and its disk is not the reason.
+    Boot(String),
+    /// QEMU went by itself.
+    Exited(String),
+    /// It did not read its disk.
+    Disk(String),
+}
+
+impl Failure {
+    fn problem(self) -> String {
+        match self {
+            Self::Boot(problem) | Self::Exited(problem) | Self::Disk(problem) => problem,
+        }
+    }
+
+    fn with(self, console: &str) -> Self {
+        let with = |problem: String| {
+            if console.is_empty() { problem } else { format!("{problem}; its console says: {console}") }
+        };
+        match self {
+            Self::Boot(problem) => Self::Boot(with(problem)),
+            Self::Exited(problem) => Self::Exited(with(problem)),
+            Self::Disk(problem) => Self::Disk(with(problem)),
+        }
+    }
+}
+
+async fn boot(vmm: &Vmm, directory: &Path, limit: Duration) -> Result<(), Failure> {
+    let failed = |action: &str, error: &dyn std::fmt::Display| {
+        Failure::Boot(format!("failed to {action} {}: {error}", directory.display()))
+    };
+    fs::create_dir_all(directory).map_err(|error| failed("make", &error))?;
+    let sockets = SocketDir::open(directory).map_err(|error| failed("open", &error))?;
+    let disk = disk(directory).map_err(|error| Failure::Boot(error.to_string()))?;
     let started = {
         let (vmm, sockets) = (vmm.clone(), sockets.clone());
-        let start = move || vmm.start(machine(name(&vmm)), &sockets);
-        tokio::task::spawn_blocking(start).await.map_err(|error| error.to_string())?
+        tokio::task::spawn_blocking(move || vmm.start(machine(name(&vmm), disk), &sockets)).await
     };
-    let started = started.map_err(|error: VmmError| error.to_string())?;
+    let started = started.map_err(|error| Failure::Boot(error.to_string()))?;
+    let started = started.map_err(|error| Failure::Boot(error.to_string()))?;
     let (sender, mut inputs) = mpsc::unbounded_channel();
     let watched = Watched {
         process: std::sync::Arc::new(started.process),
@@ -130,25 +225,41 @@ async fn boot(vmm: &Vmm, directory: &Path, limit: Duration) -> Result<(), String
         was_stalled: false,
     };
     let mut vm = RunningVm::watch(watched, NoLog, false, &sender);
-    let answer = tokio::time::timeout(limit, answer(&mut inputs, &mut vm)).await;
+    let tried = try_out(&mut inputs, &mut vm, limit).await;
     let console = vm.console.text();
-    if !matches!(answer, Ok(Answer::Exited(_))) {
+    if !matches!(tried, Err(Failure::Exited(_))) {
         vm.kill();
         if tokio::time::timeout(END_LIMIT, exited(&mut inputs)).await.is_err() {
-            return Err("its process cannot be killed".to_owned());
+            return Err(Failure::Boot("its process cannot be killed".to_owned()));
         }
     }
-    let problem = match answer {
-        Ok(Answer::Hello) => return Ok(()),
-        Ok(Answer::Exited(how)) => format!("QEMU ended {how}"),
-        Err(_) => format!("its agent did not answer within {} s", limit.as_secs()),
-    };
-    Err(if console.is_empty() { problem } else { format!("{problem}; its console says: {console}") })
+    tried.map_err(|failure| failure.with(&console))
 }
 
-enum Answer {
-    Hello,
-    Exited(String),
+async fn try_out(
+    inputs: &mut mpsc::UnboundedReceiver<Input>,
+    vm: &mut RunningVm,
+    limit: Duration,
+) -> Result<(), Failure> {
+    let silent = |what: &str| format!("its agent did not {what} within {} s", limit.as_secs());
+    let hello = until(inputs, vm, |event| matches!(event, GuestEvent::Connected(_)));
+    tokio::time::timeout(limit, hello).await.map_err(|_| Failure::Boot(silent("answer")))??;
+    // It finds its disk and looks for partitions, and then fails, as there is no root image.
+    vm.guest.configure(Configure {
+        instance_id: NAME.to_owned(),
+        hostname: NAME.to_owned(),
+        root_image: Some(RootImage { serial: "none".to_owned(), fs_type: "erofs".to_owned() }),
+        writable_layer: Some(WritableLayer { serial: DISK.to_owned() }),
+        ..Configure::default()
+    });
+    let configured = until(inputs, vm, |event| matches!(event, GuestEvent::Configured(_)));
+    tokio::time::timeout(limit, configured).await.map_err(|_| Failure::Disk(silent("find its disk")))??;
+    let reads = vm.reads(DISK).await;
+    let reads = reads.map_err(|error| Failure::Disk(format!("nobody knows whether it has read its disk: {error}")))?;
+    if reads.succeeded == 0 || reads.failed > 0 {
+        return Err(Failure::Disk(format!("it could not read its disk ({} of its reads failed)", reads.failed)));
+    }
+    Ok(())
 }
 
 /// It is no Instance's id, so a process that a killed daemon left is ended as a stray; and it is another one for each
@@ -158,18 +269,32 @@ fn name(vmm: &Vmm) -> String {
     format!("{NAME}-{:02x}{:02x}{:02x}{:02x}", hash[0], hash[1], hash[2], hash[3])
 }
 
-fn machine(name: String) -> Machine {
-    Machine { name, cpu: MilliCpu(1000), memory: MEMORY, memory_limit: MEMORY_LIMIT, disks: Vec::new(), tap: None }
+fn machine(name: String, disk: Disk) -> Machine {
+    Machine { name, cpu: MilliCpu(1000), memory: MEMORY, memory_limit: MEMORY_LIMIT, disks: vec![disk], tap: None }
 }
 
-async fn answer(inputs: &mut mpsc::UnboundedReceiver<Input>, vm: &mut RunningVm) -> Answer {
+/// Opened as a pool opens an image. Nobody else ever gets it, so that no lock has to say when the last use is over.
+fn disk(directory: &Path) -> Result<Disk, ImageError> {
+    let path = directory.join(IMAGE);
+    let made = fs::File::create_new(&path).and_then(|file| file.set_len(DISK_SIZE.0));
+    made.map_err(|source| ImageError::Io { action: "make", path, source })?;
+    let image = open_image(directory, false)?;
+    Ok(Disk { serial: DISK.to_owned(), file: image.file, read_only: false, direct: image.is_direct, is_locked: true })
+}
+
+/// Waits until the guest has done something, or QEMU has ended.
+async fn until(
+    inputs: &mut mpsc::UnboundedReceiver<Input>,
+    vm: &mut RunningVm,
+    is_it: impl Fn(&GuestEvent) -> bool,
+) -> Result<(), Failure> {
     loop {
         tokio::select! {
-            event = vm.next_event() => if matches!(event, GuestEvent::Connected(_)) {
-                return Answer::Hello;
+            event = vm.next_event() => if is_it(&event) {
+                return Ok(());
             },
             Some(input) = inputs.recv() => if let Input::Exited { how, explanation, .. } = input {
-                return Answer::Exited(format!("{how}: {explanation}"));
+                return Err(Failure::Exited(format!("QEMU ended {how}: {explanation}")));
             },
         }
     }

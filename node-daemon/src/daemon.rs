@@ -103,17 +103,18 @@ async fn serve(config: Arc<Config>) -> anyhow::Result<Outcome> {
     // After the recovery, which clears what a proof left that was cut off; what runs already is not affected by either.
     let limit = accelerator::limit(config.vmm.accelerator);
     let proved = tokio::select! {
-        proved = accelerator::prove(&vmm, &boot_id, limit) => proved.map(|()| true),
-        () = shutdown.cancelled() => Ok(false),
+        proved = accelerator::prove(&vmm, &boot_id, limit) => proved.map(Some),
+        () = shutdown.cancelled() => Ok(None),
     };
     let outcome = match proved {
-        Ok(true) => {
+        Ok(Some(disk_io)) => {
+            vmm.use_aio(disk_io);
             let host = Host::start(config.host.proc.clone(), vmm.cgroups_of_host());
             let instances = instances.clone();
             let parts = NodeParts { id, boot_id, config, dir, state, pools, spool, host, instances };
             Ok(session::run(Arc::new(Node::new(parts)), shutdown).await)
         }
-        Ok(false) => Ok(Outcome::Shutdown),
+        Ok(None) => Ok(Outcome::Shutdown),
         Err(error) => Err(error.into()),
     };
     if let Some(network) = network

@@ -85,6 +85,7 @@ impl Default for FenceConfig {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VmmConfig {
     pub accelerator: Accelerator,
+    pub disk_io: DiskIo,
     pub qemu: PathBuf,
     pub kernel: PathBuf,
     pub initrd: PathBuf,
@@ -113,6 +114,42 @@ impl Accelerator {
 impl fmt::Display for Accelerator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.as_str())
+    }
+}
+
+/// How QEMU reads and writes the disks of its guests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DiskIo {
+    /// By `io_uring` where a guest of this host has read a disk by it, else by threads.
+    #[default]
+    Auto,
+    Threads,
+    /// Where no guest can read a disk by it the daemon does not start.
+    IoUring,
+}
+
+impl DiskIo {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Threads => "threads",
+            Self::IoUring => "io_uring",
+        }
+    }
+}
+
+impl fmt::Display for DiskIo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+impl std::str::FromStr for DiskIo {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let all = [Self::Auto, Self::Threads, Self::IoUring];
+        all.into_iter().find(|it| it.as_str() == text).ok_or("must be \"auto\", \"threads\" or \"io_uring\"")
     }
 }
 
@@ -255,6 +292,7 @@ impl fmt::Display for Config {
         writeln!(f, "fence:     guests stand still when a pool is unreadable for {:?}", self.fence.freeze_after)?;
         let vmm = &self.vmm;
         writeln!(f, "vmm:       {} with {}, uid {}, gid {}", vmm.qemu.display(), vmm.accelerator, vmm.uid, vmm.gid)?;
+        writeln!(f, "disk I/O:  {}", vmm.disk_io)?;
         writeln!(f, "guest:     kernel {}, initrd {}", vmm.kernel.display(), vmm.initrd.display())?;
         writeln!(f, "cgroups:   {}", vmm.cgroup_root.display())?;
         writeln!(f, "proc:      {}", self.host.proc.display())?;

@@ -156,6 +156,7 @@ fn accelerator(section: &mut Section<'_>) -> Option<Accelerator> {
 
 fn vmm(section: &mut Section<'_>) -> Option<VmmConfig> {
     let accelerator = accelerator(section);
+    let disk_io = section.optional_text("disk_io").unwrap_or_default();
     let qemu = section.path("qemu");
     let kernel = section.path("kernel");
     let initrd = section.path("initrd");
@@ -164,6 +165,7 @@ fn vmm(section: &mut Section<'_>) -> Option<VmmConfig> {
     let cgroup_root = section.optional_path("cgroup_root");
     Some(VmmConfig {
         accelerator: accelerator?,
+        disk_io,
         qemu: qemu?,
         kernel: kernel?,
         initrd: initrd?,

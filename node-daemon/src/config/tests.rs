@@ -42,7 +42,7 @@ fn a_good_file_is_understood() {
     assert_eq!(config.node.labels["zone"], "a");
     assert_eq!(config.resources.cpu, MilliCpu(4000));
     assert_eq!(config.resources.memory, Bytes(8 << 30));
-    assert_eq!(config.vmm.accelerator, Accelerator::Tcg);
+    assert_eq!((config.vmm.accelerator, config.vmm.disk_io), (Accelerator::Tcg, DiskIo::Auto));
     assert_eq!((config.vmm.uid, config.vmm.gid), (65534, 65534));
     assert_eq!(config.vmm.cgroup_root, PathBuf::from("/sys/fs/cgroup"));
     assert_eq!(config.fence.freeze_after, Duration::from_secs(15));
@@ -77,6 +77,11 @@ fn each_bad_value_is_named_with_key_value_and_rule() {
             "fence.freeze_after_seconds = 4: must be a whole number of at least 5",
         ),
         ("accelerator = \"tcg\"", "accelerator = \"xen\"", "vmm.accelerator = \"xen\": must be \"kvm\" or \"tcg\""),
+        (
+            "accelerator = \"tcg\"",
+            "accelerator = \"tcg\"\ndisk_io = \"native\"",
+            "vmm.disk_io = \"native\": must be \"auto\", \"threads\" or \"io_uring\"",
+        ),
         (
             "accelerator = \"tcg\"",
             "accelerator = \"tcg\"\nuid = 0",

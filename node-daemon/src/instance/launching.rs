@@ -10,7 +10,7 @@ use super::{Deps, find_root_image, machine::Ending, root_image::RootImage};
 use crate::{
     launch::{GrantedObject, Launch},
     network::GuestNetwork,
-    pool::TakenObject,
+    pool::{OpenImage, TakenObject},
     vmm::{Disk, Machine, SocketDir, Started, Tap},
 };
 
@@ -69,10 +69,12 @@ pub fn machine(images_dir: &Path, launch: &Launch, taken: Vec<TakenObject>) -> R
         let message = format!("failed to open the root image {}: {error}", root.path.display());
         Ending::new(EndReason::StorageFailed, message)
     })?;
-    let mut disks = vec![Disk { serial: ROOT_SERIAL.to_owned(), file, read_only: true, direct: false }];
+    let root = Disk { serial: ROOT_SERIAL.to_owned(), file, read_only: true, direct: false, is_locked: false };
+    let mut disks = vec![root];
     for (index, object) in taken.into_iter().enumerate() {
         let serial = index.checked_sub(1).map_or_else(|| LAYER_SERIAL.to_owned(), volume_serial);
-        disks.push(Disk { serial, file: object.file, read_only: false, direct: object.is_direct });
+        let OpenImage { file, is_direct: direct, is_locked } = object.image;
+        disks.push(Disk { serial, file, read_only: false, direct, is_locked });
     }
     Ok(Machine {
         name: launch.instance().to_string(),

@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     guest::{Guest, GuestEvent, LogSink},
-    vmm::{CONTROL_SOCKET, Cgroup, Exit, Qmp, QmpEvent, RunState, SocketDir, VmProcess},
+    vmm::{CONTROL_SOCKET, Cgroup, DiskReads, Exit, Qmp, QmpError, QmpEvent, RunState, SocketDir, VmProcess},
 };
 
 const RECONNECT: Duration = Duration::from_millis(500);
@@ -109,6 +109,13 @@ impl RunningVm {
         if is_about_the_console && !console.is_empty() {
             ending.message = format!("{}; the console says: {console}", ending.message);
         }
+    }
+
+    /// What the guest has read of a disk. Waits until QEMU can be asked.
+    pub async fn reads(&self, disk: &str) -> Result<DiskReads, QmpError> {
+        let mut control = self.control.clone();
+        let qmp = control.wait_for(Option::is_some).await.ok().and_then(|qmp| qmp.clone());
+        qmp.ok_or(QmpError::Closed)?.reads(disk).await
     }
 
     pub fn kill(&self) {

@@ -10,7 +10,7 @@ use std::{
 
 use kibo_crds::{Bytes, Epoch, ObjectUid};
 use rustix::{
-    fs::{FallocateFlags, OFlags, fallocate, statvfs},
+    fs::{FallocateFlags, fallocate, statvfs},
     io::Errno,
 };
 
@@ -174,28 +174,6 @@ fn mkfs(path: &Path, uid: &ObjectUid) -> Result<(), ImageError> {
     }
     let said = String::from_utf8_lossy(&output.stderr);
     Err(failed(format!("mkfs.ext4 ended with {}: {}", output.status, said.trim())))
-}
-
-/// Opens the image for QEMU: the file, and whether it bypasses the host's page cache.
-///
-/// A shared pool needs that: buffered pages of a node that lost its right would be flushed onto the
-/// next holder's image.
-pub fn open(dir: &Path, needs_direct: bool) -> Result<(File, bool), ImageError> {
-    let path = dir.join(IMAGE);
-    let open = |flags: OFlags| {
-        let flags = i32::try_from(flags.bits()).unwrap_or(0);
-        OpenOptions::new().read(true).write(true).custom_flags(flags).open(&path)
-    };
-    match open(OFlags::DIRECT) {
-        Ok(file) => return Ok((file, true)),
-        Err(error) if error.raw_os_error() != Some(Errno::INVAL.raw_os_error()) => {
-            return Err(ImageError::Io { action: "open", path, source: error });
-        }
-        Err(_) if needs_direct => return Err(ImageError::NoDirectIo),
-        Err(_) => {}
-    }
-    let file = open(OFlags::empty()).map_err(|source| ImageError::Io { action: "open", path: path.clone(), source })?;
-    Ok((file, false))
 }
 
 /// Removes what interrupted makings of these epochs left.

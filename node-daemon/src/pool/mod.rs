@@ -15,6 +15,7 @@ mod loss;
 mod marker;
 mod moving;
 mod object;
+mod opening;
 mod record_files;
 pub mod records;
 mod sparse;
@@ -39,10 +40,11 @@ use kibo_crds::{Bytes, Epoch, Incarnation, InstanceId, NodeId, ObjectUid, PoolId
 use kibo_protocol::v1;
 
 pub use fence::{Beat, FenceError};
-pub use image::{ImageError, ensure as ensure_image, open as open_image};
+pub use image::{IMAGE, ImageError, ensure as ensure_image};
 pub use listing::{PoolEntry, PoolPage};
 pub use marker::{Marker, MarkerError, init, read as read_marker};
 pub use moving::{MoveError, Progress};
+pub use opening::{OpenImage, open as open_image};
 pub use records::{Conflict, LastTaken, NotACopy};
 pub use status::PoolStatus;
 pub use transfer::{Disks, TransferError};
@@ -89,9 +91,7 @@ pub struct TakenObject {
     pub pool: PoolId,
     pub epoch: Epoch,
     pub size: Bytes,
-    pub file: fs::File,
-    /// The file bypasses the host's page cache.
-    pub is_direct: bool,
+    pub image: OpenImage,
 }
 
 /// A guest that waits for space in a pool; dropped, it waits no more.
@@ -142,6 +142,11 @@ pub enum PoolError {
     Conflict { uid: ObjectUid, conflict: Conflict },
     #[error("object {0} is in use on this node")]
     InUse(ObjectUid),
+    #[error(
+        "the image of object {uid} is still open on this host: what its VM wrote last is on its way to the disk, or another \
+         program has locked it (lslocks says which)"
+    )]
+    StillOpen { uid: ObjectUid },
     #[error("what the pool {pool} has of object {uid} is not removed as a copy: {problem}")]
     NotACopy { uid: ObjectUid, pool: PoolId, problem: NotACopy },
     #[error("failed to list the objects of the pool {pool}: {source}")]
@@ -162,7 +167,7 @@ impl PoolError {
                 v1::ObjectFailure::PoolUnavailable
             }
             Self::Conflict { .. } | Self::NotACopy { .. } => v1::ObjectFailure::HolderConflict,
-            Self::InUse(_) | Self::Busy(_) => v1::ObjectFailure::InUse,
+            Self::InUse(_) | Self::Busy(_) | Self::StillOpen { .. } => v1::ObjectFailure::InUse,
             Self::List { .. } | Self::Fence(_) | Self::SignIn { .. } | Self::Io { .. } => v1::ObjectFailure::Io,
         }
     }

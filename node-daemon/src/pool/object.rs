@@ -9,7 +9,7 @@ use super::{
     Pool, PoolError, PoolObject, TakeError, TakeFailure, TakenObject, fence,
     image::{self, ImageError},
     lock::ObjectLock,
-    marker, moving,
+    marker, moving, opening,
     record_files::{self, Kind},
     records::{Closing, Conflict, EpochUse, Record, Records, TakeDecision},
     transfer,
@@ -185,15 +185,9 @@ impl Pool {
         }
         let size = made?;
         let is_shared = self.is_shared().map_err(self.io("find the other users", &object.uid))?;
-        let (file, is_direct) = image::open(&dir, is_shared)?;
-        Ok(TakenObject {
-            uid: object.uid.clone(),
-            pool: self.id.clone(),
-            epoch: granted.grant.epoch,
-            size,
-            file,
-            is_direct,
-        })
+        let image = opening::open(&dir, is_shared)?;
+        let (uid, pool, epoch) = (object.uid.clone(), self.id.clone(), granted.grant.epoch);
+        Ok(TakenObject { uid, pool, epoch, size, image })
     }
 
     /// Removes what no decision needs any more, the lowest epoch first, so that at every point the
@@ -220,6 +214,10 @@ impl Pool {
         let found = records.use_of(epoch);
         let taken = records.0.get(&epoch).and_then(|records| records.taken.as_ref());
         if let (EpochUse::Held, Some(taken)) = (found, taken) {
+            // Whoever takes it next must not meet what this one wrote last.
+            if !opening::is_closed(&self.object_dir(uid)).map_err(self.io("find who has the image open", uid))? {
+                return Err(PoolError::StillOpen { uid: uid.clone() });
+            }
             self.write(uid, Kind::Released, taken)?;
             return Ok(EpochUse::Released);
         }

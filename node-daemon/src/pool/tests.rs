@@ -74,11 +74,31 @@ fn deletion(node: &str) -> Taker {
     Taker { by: By::Operation(Operation::Deletion), ..taker(node) }
 }
 
+/// As after the end of a VM: nobody has the image open any more.
+fn end_use(pool: &Pool, taken: TakenObject) {
+    drop(taken.image);
+    pool.release(&taken.uid, taken.epoch).unwrap();
+}
+
+#[test]
+fn what_is_still_open_is_not_released() {
+    let setup = Setup::new();
+    let pool = setup.on("a");
+    let mine = taker("a");
+    let granted = object(1, PredecessorEnd::None);
+    let taken = pool.take(&granted, &mine).unwrap();
+    let error = pool.close(&granted, &mine).unwrap_err();
+    assert!(matches!(error, PoolError::StillOpen { .. }), "{error}");
+    assert_eq!(setup.files(), ["holder.1", "image.raw"]);
+    drop(taken);
+    assert_eq!(pool.close(&granted, &mine).unwrap(), ObjectUse::Released);
+}
+
 #[test]
 fn a_first_take_makes_the_image() {
     let setup = Setup::new();
     let taken = setup.on("a").take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
-    let metadata = taken.file.metadata().unwrap();
+    let metadata = taken.image.file.metadata().unwrap();
     assert_eq!(metadata.size(), 64 << 20);
     assert!(metadata.blocks() * 512 < 16 << 20, "the image is sparse");
     assert_eq!(metadata.mode() & 0o777, 0o600);
@@ -95,11 +115,11 @@ fn released_and_taken_again_by_another_node_it_is_the_same_image() {
     let setup = Setup::new();
     let (a, b) = (setup.on("a"), setup.on("b"));
     let first = a.take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
-    let inode = first.file.metadata().unwrap().ino();
-    a.release(&first.uid, first.epoch).unwrap();
-    a.release(&first.uid, first.epoch).unwrap();
+    let inode = first.image.file.metadata().unwrap().ino();
+    end_use(&a, first);
+    a.release(&UID.parse().unwrap(), Epoch(1)).unwrap();
     let second = b.take(&object(2, PredecessorEnd::Released), &taker("b")).unwrap();
-    assert_eq!(second.file.metadata().unwrap().ino(), inode);
+    assert_eq!(second.image.file.metadata().unwrap().ino(), inode);
     assert_eq!(setup.files(), ["holder.2", "image.raw"]);
 }
 
@@ -113,7 +133,7 @@ fn what_another_holds_is_refused_and_that_grant_is_void_for_ever() {
     assert_eq!(error.end_reason(), v1::EndReason::HolderConflict);
     assert_eq!(error.object_use, ObjectUse::Refused);
     assert!(error.to_string().contains("not released by a"), "{error}");
-    a.release(&held.uid, held.epoch).unwrap();
+    end_use(&a, held);
     let error = b.take(&wrong, &taker("b")).unwrap_err();
     assert_eq!(error.end_reason(), v1::EndReason::NotStarted);
     b.take(&object(3, PredecessorEnd::Refused), &taker("b")).unwrap();
@@ -125,7 +145,7 @@ fn the_dead_do_not_stop_the_living() {
     setup.on("a").take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
     let b = setup.on("b");
     let taken = b.take(&object(2, PredecessorEnd::Isolated), &taker("b")).unwrap();
-    b.release(&taken.uid, taken.epoch).unwrap();
+    end_use(&b, taken);
     setup.on("c").take(&object(3, PredecessorEnd::Released), &taker("c")).unwrap();
     // The isolated node comes back with its old grant.
     let error = setup.on("a").take(&object(1, PredecessorEnd::None), &taker("a")).unwrap_err();
@@ -191,7 +211,7 @@ fn an_image_of_another_size_is_refused() {
     let setup = Setup::new();
     let pool = setup.on("a");
     let taken = pool.take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
-    pool.release(&taken.uid, taken.epoch).unwrap();
+    end_use(&pool, taken);
     let mut larger = object(2, PredecessorEnd::Released);
     larger.object.size = Bytes::mib(128);
     let error = pool.take(&larger, &taker("a")).unwrap_err();
@@ -206,7 +226,7 @@ fn an_image_grows_when_that_was_asked_for_and_keeps_what_is_in_it() {
     let image = setup.object_dir().join("image.raw");
     let head = |image: &std::path::Path| fs::read(image).unwrap()[..64 << 10].to_vec();
     let before = head(&image);
-    pool.release(&taken.uid, taken.epoch).unwrap();
+    end_use(&pool, taken);
     let larger = |epoch, mib| {
         let mut granted = object(epoch, PredecessorEnd::Released);
         (granted.object.size, granted.object.must_exist) = (Bytes::mib(mib), true);
@@ -217,11 +237,11 @@ fn an_image_grows_when_that_was_asked_for_and_keeps_what_is_in_it() {
     assert_eq!((grown.size, fs::metadata(&image).unwrap().len()), (Bytes::mib(128), 128 << 20));
     assert_eq!(head(&image), before);
     // Nobody heard of it: asked for the same again, or for less, it has what it has.
-    pool.release(&grown.uid, grown.epoch).unwrap();
+    end_use(&pool, grown);
     let again = pool.take(&larger(3, 96), &taker("a")).unwrap();
     assert_eq!(again.size, Bytes::mib(128));
     // One that has lost its end is damaged and does not grow over that.
-    pool.release(&again.uid, again.epoch).unwrap();
+    end_use(&pool, again);
     fs::OpenOptions::new().write(true).open(&image).unwrap().set_len(32 << 20).unwrap();
     let error = pool.take(&larger(4, 128), &taker("a")).unwrap_err();
     assert!(matches!(error.cause, TakeFailure::Image(ImageError::Size { .. })), "{error}");
@@ -232,7 +252,7 @@ fn an_image_does_not_grow_beyond_its_pool() {
     let setup = Setup::new();
     let pool = setup.on("a");
     let taken = pool.take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
-    pool.release(&taken.uid, taken.epoch).unwrap();
+    end_use(&pool, taken);
     let mut granted = object(2, PredecessorEnd::Released);
     (granted.object.size, granted.object.grows_from) = (Bytes(1 << 60), Some(Bytes::mib(64)));
     let error = pool.take(&granted, &taker("a")).unwrap_err();
@@ -282,7 +302,7 @@ fn a_deleted_object_leaves_nothing() {
     pool.delete(&object(1, PredecessorEnd::None), &deletion("a")).unwrap();
     let taken = pool.take(&object(1, PredecessorEnd::None), &taker("a")).unwrap();
     assert!(matches!(pool.delete(&object(2, PredecessorEnd::Released), &deletion("a")), Err(PoolError::InUse(_))));
-    pool.release(&taken.uid, taken.epoch).unwrap();
+    end_use(&pool, taken);
     pool.delete(&object(3, PredecessorEnd::Refused), &deletion("a")).unwrap();
     assert!(!setup.object_dir().exists());
     pool.delete(&object(3, PredecessorEnd::Refused), &deletion("a")).unwrap();
@@ -478,7 +498,7 @@ fn where_an_object_was_only_refused_nothing_of_it_is_kept() {
     // One that was here once has a disk, and that is somebody's until its deletion is on record.
     let second = object(2, PredecessorEnd::Refused);
     let taken = pool.take(&second, &taker("a")).unwrap();
-    pool.release(&taken.uid, taken.epoch).unwrap();
+    end_use(&pool, taken);
     assert_eq!(pool.confirm_not_taken(&object(3, PredecessorEnd::Released), |_| false).unwrap(), ObjectUse::Refused);
     assert!(!entries()[0].is_deleted);
 }

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 
 use kibo_crds::{Bytes, MilliCpu};
 use kibo_guest_protocol::PORT_NAME;
+use serde::{Deserialize, Serialize};
 
 /// How QEMU runs the guest's code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,6 +37,27 @@ pub struct NetworkCard {
     pub mac: String,
 }
 
+/// How QEMU reads and writes a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Aio {
+    /// Each request holds a thread as long as the file system takes for it, so that none of them outlives the process.
+    Threads,
+    /// Without a thread for each, and without waiting in QEMU's loop, as Linux's older asynchronous I/O would where a block
+    /// of a sparse file has to be found first. Requests may outlive the process: see [`crate::vmm::Disk::is_locked`].
+    IoUring,
+}
+
+impl Aio {
+    /// As QEMU's `aio=` takes it.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Threads => "threads",
+            Self::IoUring => "io_uring",
+        }
+    }
+}
+
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskShape {
     /// By which the guest finds it.
@@ -43,6 +65,10 @@ pub struct DiskShape {
     pub read_only: bool,
     /// Past the host's page cache. The descriptor must allow it.
     pub direct: bool,
+    pub aio: Aio,
+    /// QEMU locks the file as well, so that no second one on this host writes to it by mistake. Not where a server would
+    /// keep the lock of a host that died: who may write is said by the pool's records, and nobody else could begin.
+    pub locking: bool,
 }
 
 /// Descriptors as QEMU inherits them.
@@ -155,16 +181,17 @@ impl Line {
     }
 
     fn disk(&mut self, disk: &DiskShape, fd: i32) {
-        let DiskShape { serial, read_only, direct } = disk;
+        let DiskShape { serial, read_only, direct, aio, locking } = disk;
         let on = |yes: bool| if yes { "on" } else { "off" };
         let read_only = on(*read_only);
-        let direct = on(*direct);
+        let (direct, aio) = (on(*direct), aio.as_str());
+        let locking = if *locking { "auto" } else { "off" };
         self.option("-add-fd", format!("fd={fd},set={fd}"));
         self.option(
             "-blockdev",
             format!(
-                "driver=file,node-name={serial}-file,filename=/dev/fdset/{fd},aio=threads,cache.direct={direct},\
-                 discard=unmap,read-only={read_only}"
+                "driver=file,node-name={serial}-file,filename=/dev/fdset/{fd},aio={aio},cache.direct={direct},\
+                 discard=unmap,locking={locking},read-only={read_only}"
             ),
         );
         self.option(
@@ -183,7 +210,10 @@ mod tests {
     use super::*;
 
     fn line(acceleration: Acceleration) -> Vec<String> {
-        let disk = |serial: &str, read_only| DiskShape { serial: serial.to_owned(), read_only, direct: !read_only };
+        let disk = |serial: &str, read_only| {
+            let aio = if read_only { Aio::Threads } else { Aio::IoUring };
+            DiskShape { serial: serial.to_owned(), read_only, direct: !read_only, aio, locking: read_only }
+        };
         let shape = MachineShape {
             name: "kibotos:node-1:inst-x".to_owned(),
             cpu: MilliCpu(1500),
@@ -216,8 +246,12 @@ mod tests {
         assert_eq!(value_of(&line, "-add-fd"), ["fd=8,set=8", "fd=9,set=9"]);
         let disks = value_of(&line, "-blockdev");
         assert!(disks[0].contains("/dev/fdset/8") && disks[0].contains("read-only=on"), "{disks:?}");
-        assert!(disks[0].contains("cache.direct=off"), "{disks:?}");
-        assert!(disks[2].contains("/dev/fdset/9") && disks[2].contains("cache.direct=on"), "{disks:?}");
+        assert!(disks[0].contains("aio=threads,cache.direct=off,discard=unmap,locking=auto"), "{disks:?}");
+        assert!(
+            disks[2].contains("/dev/fdset/9")
+                && disks[2].contains("aio=io_uring,cache.direct=on,discard=unmap,locking=off"),
+            "{disks:?}"
+        );
     }
 
     #[test]

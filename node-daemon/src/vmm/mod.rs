@@ -19,6 +19,7 @@ use std::{
     },
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    sync::{Arc, OnceLock},
 };
 
 use command_fds::{CommandFdExt as _, FdMapping};
@@ -28,10 +29,10 @@ use tokio::net::unix::pipe;
 use crate::config::{Accelerator, VmmConfig};
 
 pub use cgroup::{Cgroup, CgroupError, Cgroups, Limits};
-pub use command_line::{Acceleration, DiskShape};
+pub use command_line::{Acceleration, Aio, DiskShape};
 pub use launch::{LaunchArgs, LaunchError, launch};
 pub use process::{Exit, ProcessId, VmProcess, is_gone, list as list_processes, list_others, process_name};
-pub use qmp::{FailedDisk, Qmp, QmpError, QmpEvent, RunState};
+pub use qmp::{DiskReads, FailedDisk, Qmp, QmpError, QmpEvent, RunState};
 pub use sockets::SocketDir;
 
 use command_line::{Descriptors, MachineShape, NetworkCard, TCG_CODE_MIB};
@@ -66,6 +67,8 @@ pub struct Vmm {
     state_dir: PathBuf,
     cgroups: Cgroups,
     acceleration: Acceleration,
+    /// Empty: not known yet, and so threads.
+    aio: Arc<OnceLock<Aio>>,
     /// Of the device that QEMU has to open itself.
     device_group: Option<u32>,
     launcher: PathBuf,
@@ -80,6 +83,9 @@ pub struct Disk {
     pub read_only: bool,
     /// The file is open for direct I/O.
     pub direct: bool,
+    /// A lock of this host's own tells when the last request on it is over. The kernel lets a process go with requests of
+    /// `io_uring` on their way, so without one a disk that is written gets threads.
+    pub is_locked: bool,
 }
 
 /// The guest's network: the tap is already open, and QEMU's alone from its start on.
@@ -130,7 +136,22 @@ impl Vmm {
             Accelerator::Tcg => Acceleration::Tcg { tsc_khz: tsc::measure_khz() },
         };
         let device_group = device_group(config.accelerator);
-        Ok(Self { config, node, state_dir, cgroups, acceleration, device_group, launcher })
+        Ok(Self { config, node, state_dir, cgroups, acceleration, aio: Arc::default(), device_group, launcher })
+    }
+
+    /// What this host was found to take. The first word stands.
+    pub fn use_aio(&self, aio: Aio) {
+        self.aio.get_or_init(|| aio);
+    }
+
+    /// The same with this disk I/O, whatever the others use.
+    #[must_use]
+    pub fn trying(&self, aio: Aio) -> Self {
+        Self { aio: Arc::new(OnceLock::from(aio)), ..self.clone() }
+    }
+
+    fn aio(&self) -> Aio {
+        self.aio.get().copied().unwrap_or(Aio::Threads)
     }
 
     /// The running program itself, also after its file was replaced by an update.
@@ -201,7 +222,8 @@ impl Vmm {
             console: inherited.add(sockets.listen(CONSOLE_SOCKET)?),
             first_disk: inherited.next(),
         };
-        let (disks, files): (Vec<_>, Vec<_>) = machine.disks.into_iter().map(Disk::into_parts).unzip();
+        let parts = machine.disks.into_iter().map(|disk| disk.into_parts(self.aio()));
+        let (disks, files): (Vec<_>, Vec<_>) = parts.unzip();
         for file in files {
             inherited.add(file);
         }
@@ -231,9 +253,12 @@ fn device_group(accelerator: Accelerator) -> Option<u32> {
 }
 
 impl Disk {
-    fn into_parts(self) -> (DiskShape, OwnedFd) {
-        let shape = DiskShape { serial: self.serial, read_only: self.read_only, direct: self.direct };
-        (shape, self.file.into())
+    /// `possible`: what this host takes.
+    fn into_parts(self, possible: Aio) -> (DiskShape, OwnedFd) {
+        let Self { serial, file, read_only, direct, is_locked } = self;
+        let locking = read_only || is_locked;
+        let aio = if locking { possible } else { Aio::Threads };
+        (DiskShape { serial, read_only, direct, aio, locking }, file.into())
     }
 }
 
@@ -275,4 +300,26 @@ fn spawn(mut command: Command, files: Vec<FdMapping>) -> Result<Started, VmmErro
         let _ = child.wait();
         VmmError::Spawn(error)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_that_is_written_needs_a_lock_for_io_that_may_outlive_its_process() {
+        for (read_only, is_locked, expected) in
+            [(true, false, Aio::IoUring), (false, true, Aio::IoUring), (false, false, Aio::Threads)]
+        {
+            let of = |possible| {
+                let file = tempfile::tempfile().unwrap();
+                let disk = Disk { serial: "vol0".to_owned(), file, read_only, direct: false, is_locked };
+                let shape = disk.into_parts(possible).0;
+                (shape.aio, shape.locking)
+            };
+            let locks = expected == Aio::IoUring;
+            assert_eq!(of(Aio::IoUring), (expected, locks), "read-only {read_only}, locked {is_locked}");
+            assert_eq!(of(Aio::Threads), (Aio::Threads, locks));
+        }
+    }
 }

@@ -74,6 +74,13 @@ pub struct FailedDisk {
     pub is_full: bool,
 }
 
+/// The requests of a guest to read a disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DiskReads {
+    pub succeeded: u64,
+    pub failed: u64,
+}
+
 /// How the guest is, by QEMU's `query-status`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunState {
@@ -161,6 +168,14 @@ impl Qmp {
             Some(FailedDisk { disk: disk["inserted"]["node-name"].as_str()?.to_owned(), is_full })
         };
         Ok(disks.as_array().into_iter().flatten().find_map(failed))
+    }
+
+    /// Of the disk with this serial.
+    pub async fn reads(&self, disk: &str) -> Result<DiskReads, QmpError> {
+        let disks = self.execute("query-blockstats", json!({})).await?;
+        let found = disks.as_array().into_iter().flatten().find(|it| it["node-name"] == disk);
+        let count = |name: &str| found.and_then(|it| it["stats"][name].as_u64()).unwrap_or_default();
+        Ok(DiskReads { succeeded: count("rd_operations"), failed: count("failed_rd_operations") })
     }
 
     /// Lets a paused guest go on.
@@ -319,6 +334,24 @@ mod tests {
         };
         let (failed, ()) = tokio::join!(qmp.failed_disk(), qemu);
         assert_eq!(failed.unwrap(), Some(FailedDisk { disk: "vol0".to_owned(), is_full: true }));
+    }
+
+    #[tokio::test]
+    async fn the_reads_of_a_disk_are_counted_by_its_name() {
+        let (qmp, _events, mut lines, mut write) = pair().await;
+        let qemu = async {
+            for _ in 0..2 {
+                let ask: Value = serde_json::from_str(&lines.next_line().await.unwrap().unwrap()).unwrap();
+                assert_eq!(ask["execute"], "query-blockstats");
+                let stats = |done: u64, failed: u64| json!({ "rd_operations": done, "failed_rd_operations": failed });
+                let disks = [("root", stats(9, 0)), ("vol0", stats(3, 1))];
+                let disks = disks.map(|(name, stats)| json!({ "node-name": name, "stats": stats }));
+                write.write_all(format!("{}\n", json!({ "return": disks, "id": ask["id"] })).as_bytes()).await.unwrap();
+            }
+        };
+        let asked = async { (qmp.reads("vol0").await.unwrap(), qmp.reads("none").await.unwrap()) };
+        let (reads, ()) = tokio::join!(asked, qemu);
+        assert_eq!(reads, (DiskReads { succeeded: 3, failed: 1 }, DiskReads::default()));
     }
 
     #[tokio::test]

@@ -2,10 +2,13 @@
 
 mod node;
 
-use std::time::{Duration, Instant};
+use std::{
+    os::unix::fs::PermissionsExt as _,
+    time::{Duration, Instant},
+};
 
 use futures::StreamExt as _;
-use kibo_node_daemon::{accelerator, instance::StopMode};
+use kibo_node_daemon::{accelerator, config::DiskIo, instance::StopMode, vmm::Aio};
 use kibo_protocol::v1::{EndReason, InstanceState, ObjectUse, instance_event::Kind};
 
 use node::{TestNode, Workspace, kill, signal};
@@ -453,13 +456,44 @@ fn the_accelerator_is_proved_by_a_guest_and_once_for_each_boot() {
 
     let error = prove("boot-1", Duration::from_millis(1)).unwrap_err().to_string();
     assert!(error.contains("vmm.accelerator = \"tcg\"") && error.contains("did not answer"), "{error}");
-    prove("boot-1", node::PATIENCE).unwrap();
+    let disk_io = prove("boot-1", node::PATIENCE).unwrap();
     let at_once = Duration::ZERO;
-    prove("boot-1", at_once).unwrap();
+    assert_eq!(prove("boot-1", at_once).unwrap(), disk_io);
+    assert_eq!(accelerator::remembered(&node.state()), Some(disk_io));
     prove("boot-2", at_once).unwrap_err();
+    assert_nothing_proves(&node);
+}
+
+fn assert_nothing_proves(node: &TestNode) {
     assert_eq!(node.processes(), [] as [i32; 0]);
     assert_eq!(node.cgroups(), [] as [&str; 0]);
     assert!(!node.state().join("accelerator-proof").exists());
+}
+
+#[test]
+fn a_host_without_io_uring_uses_threads_unless_told_otherwise() {
+    let node = TestNode::new();
+    std::fs::create_dir(node.state()).unwrap();
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let qemu = node.path().join("qemu");
+    let script = format!(
+        "#!/bin/sh\ncase \"$*\" in *aio=io_uring*) echo 'aio=io_uring is not supported in this build' >&2; exit 1;; esac\n\
+         exec {} \"$@\"\n",
+        node::QEMU
+    );
+    std::fs::write(&qemu, script).unwrap();
+    for path in [node.path(), &qemu] {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    let prove = |disk_io| {
+        let vmm = node.vmm_with(disk_io, &qemu);
+        runtime.block_on(accelerator::prove(&vmm, "boot-1", node::PATIENCE))
+    };
+    assert_eq!(prove(DiskIo::Auto).unwrap(), Aio::Threads);
+    // What was proved of one setting says nothing of another.
+    let error = prove(DiskIo::IoUring).unwrap_err().to_string();
+    assert!(error.contains("vmm.disk_io = \"io_uring\"") && error.contains("not supported in this build"), "{error}");
+    assert_nothing_proves(&node);
 }
 
 /// An adopted guest answers as soon as the new connection stands.

@@ -9,7 +9,7 @@ use std::{
 use futures::StreamExt as _;
 use kibo_crds::{Incarnation, InstanceId, NodeId};
 use kibo_node_daemon::{
-    config::{Accelerator, FenceConfig, PoolConfig, VmmConfig},
+    config::{Accelerator, DiskIo, FenceConfig, PoolConfig, VmmConfig},
     instance::{Bounds, Deps, ExecExit, ExecOutput, Instances},
     launch::Launch,
     log_store::{LogBounds, LogStore},
@@ -24,6 +24,7 @@ use tokio::runtime::Runtime;
 /// Emulated guests on a busy machine take their time.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 const POOL: &str = "test-pool";
+pub const QEMU: &str = "/usr/bin/qemu-system-x86_64";
 const CGROUP_ROOT: &str = "/sys/fs/cgroup";
 
 /// The directory with kernel, initrd and root images.
@@ -172,9 +173,14 @@ impl TestNode {
     }
 
     pub fn vmm(&self) -> Vmm {
+        self.vmm_with(DiskIo::Auto, QEMU.as_ref())
+    }
+
+    pub fn vmm_with(&self, disk_io: DiskIo, qemu: &Path) -> Vmm {
         let config = VmmConfig {
             accelerator: Accelerator::Tcg,
-            qemu: "/usr/bin/qemu-system-x86_64".into(),
+            disk_io,
+            qemu: qemu.to_owned(),
             kernel: guest().join("vmlinux"),
             initrd: guest().join("initrd.lz4"),
             uid: 65534,

@@ -35,6 +35,7 @@ impl Setup {
         for (at, byte) in [(0, 5), (17 << 20, 6), ((64 << 20) - 4096, 7)] {
             image.write_all_at(&[byte; 4096], at).unwrap();
         }
+        drop(taken.image);
         old.release(&taken.uid, taken.epoch).unwrap();
         setup
     }

@@ -87,6 +87,7 @@ impl Setup {
             for at in [9 << 20, 40 << 20] {
                 image.write_all_at(&vec![byte; 3 << 20], at).unwrap();
             }
+            drop(taken.image);
             pool.release(&taken.uid, taken.epoch).unwrap();
         }
         setup
