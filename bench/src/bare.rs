@@ -17,13 +17,13 @@ use jiff::Timestamp;
 use kibo_crds::{Bytes, Epoch, Incarnation, InstanceId, NodeId, ObjectUid};
 use kibo_guest_protocol::{ENTROPY_LEN, HostConnection, HostEvent, Nonce};
 use kibo_node_daemon::{
-    clock,
+    accelerator, clock,
     config::Config,
     instance,
     launch::Launch,
     network::{GuestNetwork, Mac},
     pool::{self, TakenObject},
-    vmm::{AGENT_SOCKET, Qemu, SocketDir, Vmm},
+    vmm::{AGENT_SOCKET, Aio, Qemu, SocketDir, Vmm},
 };
 use kibo_protocol::v1;
 use tokio::{
@@ -42,6 +42,7 @@ pub struct Bare {
     directory: PathBuf,
     /// The node gives its guests a network.
     has_network: bool,
+    has_io_uring: bool,
 }
 
 /// When a boot reached what.
@@ -81,19 +82,40 @@ impl Bare {
         let node: NodeId = "bare".parse()?;
         let directory = site.directory("bare");
         let vmm = Vmm::open(config.vmm, node, directory.clone(), PathBuf::new())?;
+        let disk_io = accelerator::remembered(&config.state_dir).context("the node has proved nothing")?;
+        vmm.use_aio(disk_io);
         let has_network = config.network.is_some();
-        Ok(Self { vmm, images: config.images.dir, directory, has_network })
+        Ok(Self { vmm, images: config.images.dir, directory, has_network, has_io_uring: disk_io == Aio::IoUring })
     }
 
-    /// Boots a guest until it says that it is configured; `change` may add to QEMU's arguments.
+    /// A guest of this host could use it.
+    pub fn has_io_uring(&self) -> bool {
+        self.has_io_uring
+    }
+
+    /// Boots a guest with new disks until it says that it is configured; `change` may add to QEMU's arguments.
     pub async fn boot(&self, volume: bool, change: impl FnOnce(&mut Qemu, &SocketDir) -> Result<()>) -> Result<Guest> {
+        self.boot_with(None, volume, change).await
+    }
+
+    /// The same from a writable layer of the Template's size, which is taken away from there.
+    pub async fn boot_from(&self, layer: &Path) -> Result<Guest> {
+        self.boot_with(Some(layer), false, |_, _| Ok(())).await
+    }
+
+    async fn boot_with(
+        &self,
+        layer: Option<&Path>,
+        volume: bool,
+        change: impl FnOnce(&mut Qemu, &SocketDir) -> Result<()>,
+    ) -> Result<Guest> {
         let begun = Timestamp::now();
         let instance = InstanceId::generate();
         let launch = launch(instance, volume)?;
         let directory = self.directory.join(instance.to_string());
         fs::create_dir_all(&directory).with_context(|| format!("failed to make {}", directory.display()))?;
         let sockets = SocketDir::open(&directory)?;
-        let machine = instance::machine(&self.images, &launch, disks(&directory, &launch)?);
+        let machine = instance::machine(&self.images, &launch, disks(&directory, &launch, layer)?);
         let mut qemu = self.vmm.qemu(machine.map_err(|ending| anyhow!(ending.message))?, &sockets)?;
         let network = self.has_network.then(|| network(instance));
         if let Some(network) = &network {
@@ -151,12 +173,17 @@ pub async fn next(connection: &mut HostConnection, stream: &mut UnixStream) -> R
     }
 }
 
-/// The disks as a pool makes them, without the records of who may use them.
-fn disks(directory: &Path, launch: &Launch) -> Result<Vec<TakenObject>> {
+/// The disks as a pool makes them, without the records of who may use them; with the layer that there is.
+fn disks(directory: &Path, launch: &Launch, mut layer: Option<&Path>) -> Result<Vec<TakenObject>> {
     let disk = |granted: &kibo_node_daemon::launch::GrantedObject| {
         let object = &granted.object;
         let directory = directory.join(object.uid.as_str());
         fs::create_dir(&directory)?;
+        // It is the first of them.
+        if let Some(layer) = layer.take() {
+            let place = directory.join(pool::IMAGE);
+            fs::rename(layer, &place).with_context(|| format!("failed to move {} to its place", layer.display()))?;
+        }
         pool::ensure_image(&directory, object, Epoch(1))?;
         let image = pool::open_image(&directory, false)?;
         let (uid, pool, epoch, size) = (object.uid.clone(), object.pool.clone(), granted.grant.epoch, object.size);

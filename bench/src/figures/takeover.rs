@@ -1,6 +1,6 @@
 //! A Workspace whose host died, on another node of the same pool.
 
-use std::{fs, time::Duration};
+use std::{fs, path::PathBuf, process::Command, time::Duration};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use jiff::Timestamp;
@@ -13,6 +13,7 @@ use kibo_e2e::{
     local::{Component, LocalPool},
     suite,
 };
+use kibo_node_daemon::pool;
 use kube::{
     Api, Resource,
     api::{DeleteParams, Patch, PatchParams},
@@ -39,7 +40,8 @@ const SURVIVOR: &str = "survivor";
 const EXPLAINED: &str = "\
 A host dies with a Workspace whose disk is in a pool that another node has too: its daemon and its VM are killed. When its Node \
 is Unreachable its isolation is ordered; from that moment to the one in which a watch shows the Workspace as Available on the \
-other node, beside a bare boot, in turns.";
+other node, beside a bare boot from a copy of the disk as the dead host left it (the guest has a file system to recover in both), \
+in turns.";
 
 /// In milliseconds.
 struct Round {
@@ -92,6 +94,7 @@ async fn round(site: &Site, bare: &Bare, dies: &str) -> Result<Round> {
 
     site.cluster().kill(&Component::Node(dies.to_owned())).await?;
     site.cluster().end_virtual_machines(dies).await?;
+    let left = copy_of_disk(site)?;
     // Nobody declares a host dead that is not known to be silent.
     let phase = |node: &Node| node.status.as_ref().and_then(|status| status.phase);
     until(&nodes, dies, "is Unreachable", |node| phase(node) == Some(NodePhase::Unreachable)).await?;
@@ -108,9 +111,22 @@ async fn round(site: &Site, bare: &Bare, dies: &str) -> Result<Round> {
 
     workspaces.delete(WORKSPACE, &DeleteParams::default()).await?;
     site.clear().await?;
-    let times = bare.boot(false, |_, _| Ok(())).await?.times;
+    let times = bare.boot_from(&left).await?.times;
     let (isolated, started) = (between(ordered, isolated), between(isolated, seen));
     Ok(Round { isolated, started, bare: between(times.begun, times.ready) })
+}
+
+/// Of the only one that there is in the pool.
+fn copy_of_disk(site: &Site) -> Result<PathBuf> {
+    let objects = site.directory(POOL).join("objects");
+    let mut disks = fs::read_dir(&objects)?;
+    let disk = disks.next().with_context(|| format!("no disk is in {}", objects.display()))??.path();
+    ensure!(disks.next().is_none(), "more than one disk is in {}", objects.display());
+    let copy = site.directory("left.raw");
+    let copied = Command::new("cp").arg("--sparse=always").arg(disk.join(pool::IMAGE)).arg(&copy).status()?;
+    ensure!(copied.success(), "cp failed");
+    fs::File::open(&copy)?.sync_all()?;
+    Ok(copy)
 }
 
 async fn patch<K>(api: &Api<K>, name: &str, change: &serde_json::Value) -> Result<()>
