@@ -234,15 +234,21 @@ impl Vmm {
         Ok(Qemu { program: self.config.qemu.clone(), arguments, files: inherited.into_mappings() })
     }
 
-    /// The boot is our work and not the Workspace's: it gets whole vCPUs, else a small Workspace would take minutes.
+    /// The boot is our work and not the Workspace's, and a small Workspace's own share would let it take minutes.
     fn boot_limits(&self, machine: &Machine) -> Limits {
         let emulator = match self.acceleration {
             Acceleration::Kvm => Bytes(0),
             Acceleration::Tcg { .. } => Bytes(TCG_CODE_MIB << 20),
         };
         let memory = machine.memory_limit.checked_add(emulator).unwrap_or(machine.memory_limit);
-        Limits { cpu: Some(MilliCpu(machine.cpu.vcpus() * 1000)), cpu_share: machine.cpu, memory }
+        Limits { cpu: Some(boot_cpu(machine.cpu)), cpu_share: machine.cpu, memory }
     }
+}
+
+/// Whole vCPUs, and one for what QEMU does beside them: a quota counts all threads, and stops a vCPU that is busy for as long
+/// as disks and sockets took.
+fn boot_cpu(cpu: MilliCpu) -> MilliCpu {
+    MilliCpu(cpu.vcpus().saturating_add(1).saturating_mul(1000))
 }
 
 /// The group that may use KVM, other than root's; QEMU opens the device itself, it takes no descriptor for it.
@@ -305,6 +311,13 @@ fn spawn(mut command: Command, files: Vec<FdMapping>) -> Result<Started, VmmErro
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_boot_gets_its_vcpus_whole() {
+        for (milli, expected) in [(1, 2000), (1000, 2000), (1001, 3000)] {
+            assert_eq!(boot_cpu(MilliCpu(milli)), MilliCpu(expected), "{milli}m");
+        }
+    }
 
     #[test]
     fn a_disk_that_is_written_needs_a_lock_for_io_that_may_outlive_its_process() {
