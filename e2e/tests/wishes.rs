@@ -12,6 +12,7 @@ use kibo_crds::volume::VolumePhase;
 use kibo_crds::{Volume, Workspace};
 use kibo_e2e::local::Component;
 use kibo_e2e::suite::failpoints::Failpoints;
+use kibo_e2e::suite::program::Program;
 use kibo_e2e::suite::{Place, Ran, Suite};
 use kibo_failpoint::Action;
 use kube::api::{Patch, PatchParams};
@@ -57,7 +58,7 @@ async fn stopped(place: &Place, name: &str) -> Result<()> {
     place.create_workspace(name, json!({"power": {"state": "Stopped"}})).await
 }
 
-/// What one has been found to have room for counts before it is stored.
+/// What one has been found to have room for counts before it is stored, and no longer.
 async fn of_two_growths_one_fits(place: &Place, node: &str) -> Result<()> {
     let pool = format!("local-{node}");
     done(place, &format!("storage-pool set-capacity {pool} 620Mi")).await?;
@@ -70,17 +71,30 @@ async fn of_two_growths_one_fits(place: &Place, node: &str) -> Result<()> {
         layer.and_then(|layer| layer.grow_to).map(|size| size.0)
     };
 
+    // Who comes second waits for what becomes of the first.
     let points = Failpoints::of(place.cluster(), &Component::Operator)?;
-    points.arm(&["space-claimed"], Action::Wait)?;
-    api.patch("w", &params, &resize(json!({"size": "512Mi"}))).await?;
-    points.all_reached(&["space-claimed"], LIMIT).await?;
-    refused(&kibo(place, "volume resize v --size 320Mi").await?, 15, "has 44Mi left")?;
+    let contest = async |second: &'static str| {
+        points.arm(&["space-claimed"], Action::Wait)?;
+        api.patch("w", &params, &resize(json!({"size": "512Mi"}))).await?;
+        points.all_reached(&["space-claimed"], LIMIT).await?;
+        points.arm(&["space-awaited"], Action::Wait)?;
+        let second = Program::start(place.kibo_command(&second.split(' ').collect::<Vec<_>>()))?;
+        points.all_reached(&["space-awaited"], LIMIT).await?;
+        anyhow::Ok(second)
+    };
+    let mut second = contest("volume resize v --size 320Mi").await?;
     points.clear()?;
+    ensure!(second.ended().await? == 15 && second.stderr().contains("has 44Mi left"), "{}", second.stderr());
     let grows = |it: &Workspace| grows_to(it) == Some(512 << 20);
     place.watched(api.clone(), "w", "is to grow", LIMIT.as_secs(), grows).await?;
-
     api.patch("w", &params, &resize(Value::Null)).await?;
-    place.watched(api, "w", "is not to grow", LIMIT.as_secs(), |it| grows_to(it).is_none()).await?;
+    place.watched(api.clone(), "w", "is not to grow", LIMIT.as_secs(), |it| grows_to(it).is_none()).await?;
+
+    // It comes to nothing.
+    let mut second = contest("volume resize v --size 128Mi").await?;
+    api.patch("w", &params, &resize(Value::Null)).await?;
+    points.clear()?;
+    ensure!(second.ended().await? == 0, "{}", second.stderr());
     done(place, &format!("storage-pool set-capacity {pool} default")).await.map(drop)
 }
 

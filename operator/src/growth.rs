@@ -5,6 +5,8 @@
 
 use kibo_crds::{Bytes, PoolId};
 
+use crate::space::{Fit, Room};
+
 /// Reason of a growth that waits for the next start.
 pub const AT_NEXT_START: &str = "AtNextStart";
 /// Reason of a growth that the pool cannot hold.
@@ -28,32 +30,44 @@ pub struct Growth {
     pub grow_to: Option<Bytes>,
     /// Reason and message for the condition, while the image has not the size that was asked for.
     pub unmet: Option<(&'static str, String)>,
+    /// It is to be judged again, and nothing is to be said of it before: whether there is room depends on what is about to be
+    /// stored.
+    pub is_undecided: bool,
 }
 
 impl Growth {
+    fn refused(asked: &Asked<'_>, left: Bytes, needed: Bytes) -> Self {
+        let Asked { what, pool, size, .. } = asked;
+        let (left, needed) = (whole_mib(left), whole_mib(needed));
+        let message = format!(
+            "storage pool {pool} has {left} left, and {what} would need {needed} more: make room there, or ask for less \
+             (it has {size})"
+        );
+        Self { grow_to: asked.accepted, unmet: Some((RESOURCE_EXHAUSTED, message)), is_undecided: false }
+    }
+
     pub fn is_refused(&self) -> bool {
         self.unmet.as_ref().is_some_and(|(reason, _)| *reason == RESOURCE_EXHAUSTED)
     }
 }
 
 /// Whether the image is to grow. `room` is what the pool has left; `None`: not known, and no obstacle.
-pub fn judge(asked: &Asked<'_>, room: impl FnOnce() -> Option<Bytes>) -> Growth {
-    let Asked { what, pool, size, .. } = asked;
+pub fn judge(asked: &Asked<'_>, room: impl FnOnce() -> Option<Room>) -> Growth {
+    let Asked { what, size, accepted, .. } = asked;
     let Some(wanted) = asked.wanted.filter(|wanted| wanted > size) else { return Growth::default() };
     // What was accepted stays so: room that has gone since is missed by the start.
-    let is_accepted = asked.accepted.is_some_and(|accepted| wanted <= accepted);
+    let is_accepted = accepted.is_some_and(|accepted| wanted <= accepted);
     // What was accepted counts as allocated already, as does what is to be made.
-    let needed = wanted.saturating_sub(asked.accepted.unwrap_or(*size).max(*size));
-    if !is_accepted && let Some(room) = room().filter(|room| needed > *room) {
-        let (room, needed) = (whole_mib(room), whole_mib(needed));
-        let message = format!(
-            "storage pool {pool} has {room} left, and {what} would need {needed} more: make room there, or ask for less \
-             (it has {size})"
-        );
-        return Growth { grow_to: asked.accepted, unmet: Some((RESOURCE_EXHAUSTED, message)) };
+    let needed = wanted.saturating_sub(accepted.unwrap_or(*size).max(*size));
+    let room = if is_accepted { None } else { room() };
+    match room.map(|room| (room.fit(needed), room)) {
+        Some((Fit::Undecided, _)) => Growth { grow_to: *accepted, unmet: None, is_undecided: true },
+        Some((Fit::No, room)) => Growth::refused(asked, room.left, needed),
+        Some((Fit::Yes, _)) | None => {
+            let message = format!("{what} grows from {size} to {wanted} at the next start");
+            Growth { grow_to: Some(wanted), unmet: Some((AT_NEXT_START, message)), is_undecided: false }
+        }
     }
-    let message = format!("{what} grows from {size} to {wanted} at the next start");
-    Growth { grow_to: Some(wanted), unmet: Some((AT_NEXT_START, message)) }
 }
 
 fn whole_mib(bytes: Bytes) -> Bytes {
@@ -73,7 +87,7 @@ mod tests {
             accepted: accepted.map(Bytes::mib),
             wanted: wanted.map(Bytes::mib),
         };
-        let growth = judge(&asked, || room.map(Bytes::mib));
+        let growth = judge(&asked, || room.map(|left| Room { left: Bytes::mib(left), at_most: Bytes::mib(left) }));
         (growth.grow_to, growth.unmet.map(|(reason, _)| reason.to_owned()).unwrap_or_default())
     }
 
@@ -87,6 +101,20 @@ mod tests {
         assert_eq!(judged(10, None, Some(30), Some(20)), grows(30), "only what is added needs room");
         assert_eq!(judged(10, None, Some(31), Some(20)), (None, RESOURCE_EXHAUSTED.into()));
         assert_eq!(judged(10, None, Some(30), None), grows(30), "nobody can say what is free");
+    }
+
+    #[test]
+    fn what_depends_on_others_is_not_judged() {
+        let pool: PoolId = "p".parse().unwrap();
+        let judged = |wanted| {
+            let (size, accepted, wanted) = (Bytes::mib(10), Some(Bytes::mib(15)), Some(Bytes::mib(wanted)));
+            let asked = Asked { what: "the writable layer", pool: &pool, size, accepted, wanted };
+            judge(&asked, || Some(Room { left: Bytes::mib(5), at_most: Bytes::mib(20) }))
+        };
+        assert_eq!(judged(20).grow_to, Some(Bytes::mib(20)));
+        let undecided = Growth { grow_to: Some(Bytes::mib(15)), unmet: None, is_undecided: true };
+        assert_eq!((judged(21), judged(35)), (undecided.clone(), undecided));
+        assert!(judged(36).is_refused() && judged(36).unmet.is_some_and(|(_, words)| words.contains("has 5Mi left")));
     }
 
     #[test]

@@ -33,6 +33,35 @@ impl Taken {
     }
 }
 
+/// What may still be put into a pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Room {
+    pub left: Bytes,
+    /// The same if the growths and moves that were found to fit, and are not stored yet, came to nothing.
+    pub at_most: Bytes,
+}
+
+/// Whether something fits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fit {
+    Yes,
+    /// That depends on what is about to be stored.
+    Undecided,
+    No,
+}
+
+impl Room {
+    pub fn fit(self, needed: Bytes) -> Fit {
+        if needed <= self.left {
+            Fit::Yes
+        } else if needed <= self.at_most {
+            Fit::Undecided
+        } else {
+            Fit::No
+        }
+    }
+}
+
 pub type ByPool = BTreeMap<PoolId, Taken>;
 
 pub fn add_all(sums: &mut ByPool, amounts: impl IntoIterator<Item = (PoolId, Taken)>) {

@@ -38,6 +38,7 @@ pub async fn killed(place: Arc<Place>) -> Result<()> {
     let archive = scene.path("w.kibo");
     scene.export("w", &archive).await?;
     scene.is_free("w").await?;
+    one_of_two(&scene, &archive).await?;
     let (operator, daemon) = (Component::Operator, Component::Node(scene.node.clone()));
     let kept = scene.uids();
     for (points, victim) in [(IMPORT_OPERATOR, &operator), (IMPORT_DAEMON, &daemon)] {
@@ -83,6 +84,26 @@ pub async fn killed(place: Arc<Place>) -> Result<()> {
     place.available("again").await?;
     ensure!(place.sh("again", "cat /data/note /root/note").await? == "volume\nlayer");
     Ok(())
+}
+
+/// Of two imports that find the room of one, one gets it, also while the first has stored its layer and not yet its Volume.
+async fn one_of_two(scene: &Scene, archive: &str) -> Result<()> {
+    let (place, pool) = (&scene.place, format!("local-{}", scene.node));
+    let import = |name| ["transfer", "import", archive, "--name", name];
+    // Each Workspace takes 128Mi of it: half of that with its layer alone.
+    place.kibo(&["storage-pool", "set-capacity", &pool, "340Mi"]).await?.ok()?;
+    let operator = Failpoints::of(place.cluster(), &Component::Operator)?;
+    operator.arm(&["import-placed"], Action::Wait)?;
+    let mut first = Program::start(place.kibo_command(&import("first")))?;
+    operator.all_reached(&["import-placed"], LIMIT).await.with_context(|| first.stderr())?;
+    let second = place.kibo(&import("second")).await?;
+    ensure!(second.code == 15 && second.stderr.contains("not allocated: 84Mi"), "{second:?}");
+    operator.clear()?;
+    ensure!(first.ended().await? == 0, "{}", first.stderr());
+    scene.same("w", "first").await?;
+    place.kibo(&["storage-pool", "set-capacity", &pool, "default"]).await?.ok()?;
+    scene.delete(&["first".to_owned()]).await?;
+    place.gone(place.api::<Volume>(), "first", LIMIT.as_secs()).await
 }
 
 /// Runs these at once until each point has somebody waiting at it, and kills. Gives their exit statuses: who says that it is

@@ -20,6 +20,7 @@ use kibo_protocol::v1;
 use super::heard::{Heard, Removal, Word};
 use crate::{
     right::{NotGranted, Right, Standing, waits_for},
+    space::Fit,
     workspace::sight::Cluster,
 };
 
@@ -66,12 +67,20 @@ pub struct Decision {
     /// Where the image is from now on; `None`: it stays where it is.
     pub pool: Option<PoolId>,
     pub action: Option<Action>,
+    /// Nothing of this counts: it depends on what is about to be stored elsewhere, and is to be decided again soon.
+    pub is_undecided: bool,
 }
 
 pub fn decide(sight: &Sight<'_>) -> Decision {
     let mut next = Next {
         sight,
-        decision: Decision { status: sight.status.cloned(), right: sight.right.clone(), pool: None, action: None },
+        decision: Decision {
+            status: sight.status.cloned(),
+            right: sight.right.clone(),
+            pool: None,
+            action: None,
+            is_undecided: false,
+        },
     };
     let Some(mut status) = next.current() else { return next.decision };
     match status.state {
@@ -249,9 +258,15 @@ impl Next<'_> {
         };
         let is_first = status.state == MoveState::Pending;
         let needed = sight.grows_to.map_or(size, |to| to.max(size));
-        if let Some(free) = sight.cluster.free_in(&node, &status.to).filter(|free| *free < needed && is_first) {
-            let message = format!("storage pool {} has {free} free, the image of {needed} needs as much", status.to);
-            return self.fail(status, "PoolFull", message);
+        let room = sight.cluster.free_in(&node, &status.to).filter(|_| is_first);
+        match room.map(|room| (room.fit(needed), room.left)) {
+            Some((Fit::Undecided, _)) => return self.decision.is_undecided = true,
+            Some((Fit::No, free)) => {
+                let message =
+                    format!("storage pool {} has {free} free, the image of {needed} needs as much", status.to);
+                return self.fail(status, "PoolFull", message);
+            }
+            Some((Fit::Yes, _)) | None => {}
         }
         let void = |node: &NodeId, incarnation| sight.cluster.void(node, incarnation);
         match sight.right.granted(&node, incarnation, void) {

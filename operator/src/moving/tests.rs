@@ -13,7 +13,7 @@ use super::{
     decide::{Action, Decision, Sight, decide, taken_back},
     heard::{Discarded, Heard, Removal, Word},
 };
-use crate::{node::Void, right::Right, workspace::sight::Cluster};
+use crate::{node::Void, right::Right, space::Room, workspace::sight::Cluster};
 
 fn node(name: &str) -> NodeId {
     name.parse().unwrap()
@@ -33,7 +33,7 @@ struct Facts {
     members: BTreeMap<&'static str, Vec<&'static str>>,
     sessions: BTreeMap<&'static str, u64>,
     isolated: Vec<(&'static str, u64)>,
-    free: Option<u64>,
+    free: Option<Room>,
     lost: Option<&'static str>,
 }
 
@@ -76,8 +76,8 @@ impl Cluster for Facts {
         false
     }
 
-    fn free_in(&self, _: &NodeId, _: &PoolId) -> Option<Bytes> {
-        self.free.map(Bytes)
+    fn free_in(&self, _: &NodeId, _: &PoolId) -> Option<Room> {
+        self.free
     }
 }
 
@@ -87,6 +87,10 @@ fn facts() -> Facts {
         sessions: [("a", 1), ("b", 1), ("c", 1)].into(),
         ..Facts::default()
     }
+}
+
+fn left(bytes: Bytes) -> Room {
+    Room { left: bytes, at_most: bytes }
 }
 
 /// What happens from outside.
@@ -265,9 +269,9 @@ fn what_cannot_be_moved_is_refused_with_the_reason() {
             sim.facts.members.insert("old", vec!["c"]);
         }),
         ("PoolLost", "new was declared lost", |sim| sim.facts.lost = Some("new")),
-        ("PoolFull", "has 1000 free", |sim| sim.facts.free = Some(1000)),
+        ("PoolFull", "has 1000 free", |sim| sim.facts.free = Some(left(Bytes(1000)))),
         ("PoolFull", "the image of 2Gi needs as much", |sim| {
-            (sim.facts.free, sim.grows_to) = (Some(Bytes::mib(1500).0), Some(Bytes::mib(2048)));
+            (sim.facts.free, sim.grows_to) = (Some(left(Bytes::mib(1500))), Some(Bytes::mib(2048)));
         }),
         ("Cancelled", "taken back", |sim| {
             sim.facts.sessions.clear();
@@ -285,6 +289,16 @@ fn what_cannot_be_moved_is_refused_with_the_reason() {
         assert!(sim.reason() == reason && message.contains(words), "{}: {message}", sim.reason());
         sim.assert_clean(reason);
     }
+}
+
+#[test]
+fn what_depends_on_what_others_are_about_to_take_is_not_decided() {
+    let mut sim = Sim::new();
+    sim.facts.free = Some(Room { left: Bytes::mib(1023), at_most: Bytes::mib(1024) });
+    let undecided = sim.look();
+    assert!(undecided.is_undecided && undecided.right == sim.right, "{undecided:?}");
+    sim.facts.free = Some(left(Bytes::mib(1024)));
+    assert_eq!(sim.look().status.map(|status| status.state), Some(MoveState::Copying));
 }
 
 #[test]

@@ -42,13 +42,6 @@ pub struct CandidatePool {
     pub unallocated: Option<Bytes>,
 }
 
-impl CandidatePool {
-    /// What may be put there now, as far as that is known.
-    pub fn room(&self) -> Option<Bytes> {
-        self.free.into_iter().chain(self.unallocated).min()
-    }
-}
-
 /// Whether a node can use a pool that it declares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PoolAccess {

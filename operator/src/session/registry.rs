@@ -158,6 +158,13 @@ impl Registry {
         sessions.iter().map(|session| snapshot_of(session)).collect()
     }
 
+    /// A pool as all nodes with a live session say that declare it.
+    pub fn declared(&self, pool: &PoolId) -> Vec<DeclaredPool> {
+        let sessions: Vec<_> = self.sessions().values().cloned().collect();
+        let declared = |session: &Arc<Session>| session.state().pools.iter().find(|it| it.id == *pool).cloned();
+        sessions.iter().filter_map(declared).collect()
+    }
+
     pub fn snapshot_of(&self, node: &NodeId) -> Option<NodeSnapshot> {
         self.get(node).map(|session| snapshot_of(&session))
     }

@@ -14,7 +14,10 @@ use tokio::{
     time::{Instant, timeout, timeout_at},
 };
 
-use crate::{cache::Key, workspace::world::World};
+use crate::{
+    cache::Key,
+    workspace::{ledger::Kept, world::World},
+};
 
 /// How long whoever asks waits for its turn.
 const TURN_WITHIN: Duration = Duration::from_secs(30);
@@ -68,6 +71,8 @@ enum Said {
 struct Known {
     wish: Wish,
     say: watch::Sender<Said>,
+    /// For the Volume that is made, as long as it is stored nowhere.
+    room: Option<Kept>,
 }
 
 /// All of this leadership, by the uid of the Workspace.
@@ -118,14 +123,16 @@ impl Wishes {
         self.settle(uid, id, Said::Over(result));
     }
 
-    pub fn placed(&self, uid: &str, id: InstanceId, volume_pool: Option<PoolId>) {
-        self.with(uid, id, |known| known.wish.volume_pool = volume_pool);
+    /// Its disks have a place. The room that the Volume takes there is kept until its grant is stored, or nobody asks for it
+    /// any more.
+    pub fn placed(&self, uid: &str, id: InstanceId, volume_pool: Option<PoolId>, room: Option<Kept>) {
+        self.with(uid, id, |known| (known.wish.volume_pool, known.room) = (volume_pool, room));
     }
 
     /// The disks are granted: the node may be asked.
     pub fn order(&self, uid: &str, id: InstanceId, sizes: Sizes, order: Order) {
         self.with(uid, id, |known| {
-            known.wish.ordered = Some(sizes);
+            (known.wish.ordered, known.room) = (Some(sizes), None);
             known.say.send_replace(Said::Order(Box::new(order)));
         });
     }
@@ -216,7 +223,7 @@ impl Transfer {
         let id = InstanceId::generate();
         let (say, said) = watch::channel(Said::Nothing);
         let wish = Wish { id, kind, user, volume_pool: None, ordered: None, ended: None };
-        world.transfers.insert(&uid, Known { wish, say }).await?;
+        world.transfers.insert(&uid, Known { wish, say, room: None }).await?;
         let mut transfer = Self { world, key, uid, id, kind, said };
         transfer.ring();
         let ordered = timeout(TURN_WITHIN, transfer.ordered()).await.unwrap_or_else(|_| {
@@ -296,7 +303,7 @@ mod tests {
             ordered: None,
             ended: None,
         };
-        (Known { wish, say: watch::channel(Said::Nothing).0 }, id)
+        (Known { wish, say: watch::channel(Said::Nothing).0, room: None }, id)
     }
 
     #[tokio::test]

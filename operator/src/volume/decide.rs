@@ -63,6 +63,16 @@ pub struct Decision {
     pub action: Action,
     /// Beside it, for its move.
     pub moving: Option<moving::Action>,
+    /// Nothing of this counts: it depends on what is about to be stored elsewhere, and is to be decided again soon.
+    pub is_undecided: bool,
+}
+
+impl Decision {
+    fn only(action: Action) -> Self {
+        Self { status: None, action, moving: None, is_undecided: false }
+    }
+
+    const UNDECIDED: Self = Self { status: None, action: Action::Rest, moving: None, is_undecided: true };
 }
 
 pub fn decide(sight: &Sight<'_>) -> Decision {
@@ -70,11 +80,11 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
     let is_deleting = volume.metadata.deletion_timestamp.is_some();
     if !volume.finalizers().iter().any(|finalizer| finalizer == VOLUME_FINALIZER) {
         let action = if is_deleting { Action::Rest } else { Action::AddFinalizer };
-        return Decision { status: None, action, moving: None };
+        return Decision::only(action);
     }
     if volume.status.is_none() && sight.created_for != Owner::Gone && !is_deleting {
         // Its Workspace binds it at once: a status before that would only be in the way.
-        return Decision { status: None, action: Action::Rest, moving: None };
+        return Decision::only(Action::Rest);
     }
     let mut status = volume.status.clone().unwrap_or_default();
     if sight.bound_to == Owner::Gone {
@@ -97,8 +107,9 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
     {
         status.set_right(right);
     }
-    grow(sight, &mut status);
-    let moving = advance_move(sight, &mut status, is_deleting);
+    let (Ok(()), Ok(moving)) = (grow(sight, &mut status), advance_move(sight, &mut status, is_deleting)) else {
+        return Decision::UNDECIDED;
+    };
     let is_moving = moving::is_open(status.r#move.as_ref());
     let (action, wait) = if !is_deleting && was_made_for_nobody(sight, &status) {
         (Action::Withdraw, None)
@@ -128,11 +139,18 @@ fn was_made_for_nobody(sight: &Sight<'_>, status: &VolumeStatus) -> bool {
         && (status.epoch, status.size, &status.pool) == (None, None, &None)
 }
 
+/// It depends on what is about to be stored elsewhere.
+struct Undecided;
+
 /// The next step of its move, if there is one.
-fn advance_move(sight: &Sight<'_>, status: &mut VolumeStatus, is_deleting: bool) -> Option<moving::Action> {
+fn advance_move(
+    sight: &Sight<'_>,
+    status: &mut VolumeStatus,
+    is_deleting: bool,
+) -> Result<Option<moving::Action>, Undecided> {
     let request = sight.volume.spec.r#move.as_ref();
     if request.is_none() && !moving::is_open(status.r#move.as_ref()) {
-        return None;
+        return Ok(None);
     }
     let decision = moving::decide(&moving::Sight {
         name: "the Volume",
@@ -147,13 +165,16 @@ fn advance_move(sight: &Sight<'_>, status: &mut VolumeStatus, is_deleting: bool)
         cluster: sight.cluster,
         now: sight.now.clone(),
     });
+    if decision.is_undecided {
+        return Err(Undecided);
+    }
     if decision.right.epoch != status.epoch {
         status.granted_for = None;
     }
     status.set_right(decision.right);
     status.pool = decision.pool.or(status.pool.take());
     status.r#move = decision.status;
-    decision.action
+    Ok(decision.action)
 }
 
 /// The execution that it was granted for is current, or a start under way will be.
@@ -185,20 +206,24 @@ fn is_lost(status: &VolumeStatus) -> bool {
 
 /// Accepts the size that was asked for, or says why not. While a Workspace runs with it nothing is judged, nor while it is
 /// being moved: the pool that it goes to was found to have room for what was accepted before.
-fn grow(sight: &Sight<'_>, status: &mut VolumeStatus) {
-    let (Some(size), Some(pool)) = (status.size, status.pool.clone()) else { return };
+fn grow(sight: &Sight<'_>, status: &mut VolumeStatus) -> Result<(), Undecided> {
+    let (Some(size), Some(pool)) = (status.size, status.pool.clone()) else { return Ok(()) };
     let is_said = |reason| status.conditions.iter().any(|it| it.type_ == RESIZED.to_string() && it.reason == reason);
     if status.granted_for.is_some() || status.r#move.as_ref().is_some_and(|moving| moving.state.holds()) {
         if status.grow_to.is_none() && is_said(growth::AT_NEXT_START) {
             set_resized(sight, status, None);
         }
-        return;
+        return Ok(());
     }
     let (accepted, wanted) = (status.grow_to, sight.volume.spec.size.amount().ok());
     let asked = Asked { what: "its image", pool: &pool, size, accepted, wanted };
     let growth = growth::judge(&asked, || sight.cluster.room_in(&pool));
+    if growth.is_undecided {
+        return Err(Undecided);
+    }
     status.grow_to = growth.grow_to;
     set_resized(sight, status, growth.unmet);
+    Ok(())
 }
 
 const RESIZED: ConditionType = ConditionType::Resized;
@@ -269,7 +294,7 @@ fn finish(
 ) -> Decision {
     complete(sight.volume, &mut status, wait, &sight.now);
     let changed = Some(&status) != sight.volume.status.as_ref();
-    Decision { status: changed.then(|| Box::new(status)), action, moving }
+    Decision { status: changed.then(|| Box::new(status)), action, moving, is_undecided: false }
 }
 
 /// Makes phase and conditions agree with the rest, so that one write says it all.

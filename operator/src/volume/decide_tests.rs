@@ -3,15 +3,15 @@
 use kibo_crds::{Bytes, Epoch, Incarnation, MoveState, NodeId, PoolId, volume::GrantedFor, volume::VolumeSpec};
 
 use super::*;
-use crate::node::Void;
+use crate::{node::Void, space::Room};
 
-/// A pool that no node reaches, with so much left.
-struct Room(Bytes);
+/// A pool that no node reaches.
+struct Pool(Room);
 
 /// The id of a pool that was declared lost.
 const LOST: &str = "lost";
 
-impl Cluster for Room {
+impl Cluster for Pool {
     fn void(&self, _: &NodeId, _: Incarnation) -> Option<Void> {
         None
     }
@@ -44,7 +44,7 @@ impl Cluster for Room {
         pool.as_str() == LOST
     }
 
-    fn room_in(&self, _: &PoolId) -> Option<Bytes> {
+    fn room_in(&self, _: &PoolId) -> Option<Room> {
         Some(self.0)
     }
 
@@ -63,16 +63,19 @@ fn asked(mib: u32) -> Volume {
     volume
 }
 
+fn room(mib: u32) -> Room {
+    Room { left: Bytes::mib(mib), at_most: Bytes::mib(mib) }
+}
+
+fn look(volume: &Volume, created_for: Owner, room: Room) -> Decision {
+    let (bound_to, granted_for) = (Owner::Gone, Owner::Gone);
+    let now = Time(jiff::Timestamp::from_second(1).unwrap());
+    decide(&Sight { volume, bound_to, granted_for, created_for, cluster: &Pool(room), now })
+}
+
 /// The status once it was looked at.
-fn after(volume: &Volume, room: u32) -> VolumeStatus {
-    let decision = decide(&Sight {
-        volume,
-        bound_to: Owner::Gone,
-        granted_for: Owner::Gone,
-        created_for: Owner::Gone,
-        cluster: &Room(Bytes::mib(room)),
-        now: Time(jiff::Timestamp::from_second(1).unwrap()),
-    });
+fn after(volume: &Volume, mib: u32) -> VolumeStatus {
+    let decision = look(volume, Owner::Gone, room(mib));
     decision.status.map_or_else(|| volume.status.clone().unwrap(), |status| *status)
 }
 
@@ -88,6 +91,13 @@ fn a_volume_grows_to_what_its_pool_can_hold() {
     assert_eq!((refused.grow_to, unmet(&refused)), (None, Some("ResourceExhausted")));
     let agrees = after(&asked(64), 0);
     assert_eq!((agrees.grow_to, unmet(&agrees)), (None, None));
+}
+
+#[test]
+fn what_depends_on_what_others_are_about_to_take_is_not_decided() {
+    let contested = Room { left: Bytes::mib(63), at_most: Bytes::mib(64) };
+    assert_eq!(look(&asked(128), Owner::Gone, contested), Decision::UNDECIDED);
+    assert!(look(&asked(129), Owner::Gone, contested).status.is_some_and(|it| unmet(&it) == Some("ResourceExhausted")));
 }
 
 #[test]
@@ -129,17 +139,7 @@ fn what_a_start_was_told_stays_while_it_lasts() {
 fn a_volume_that_was_made_for_nobody_goes() {
     let mut volume = asked(64);
     volume.status = Some(VolumeStatus::default());
-    let action = |volume: &Volume, created_for| {
-        decide(&Sight {
-            volume,
-            bound_to: Owner::Gone,
-            granted_for: Owner::Gone,
-            created_for,
-            cluster: &Room(Bytes::mib(64)),
-            now: Time(jiff::Timestamp::from_second(1).unwrap()),
-        })
-        .action
-    };
+    let action = |volume: &Volume, created_for| look(volume, created_for, room(64)).action;
     assert_eq!(action(&volume, Owner::Gone), Action::Rest, "somebody made it by hand");
     volume.metadata.labels = Some([(CREATED_FOR.to_owned(), "u".to_owned())].into());
     assert_eq!(action(&volume, Owner::Gone), Action::Withdraw);
@@ -150,16 +150,7 @@ fn a_volume_that_was_made_for_nobody_goes() {
 
 #[test]
 fn what_was_in_a_lost_pool_is_lost_and_goes_without_a_node() {
-    let look = |volume: &Volume| {
-        decide(&Sight {
-            volume,
-            bound_to: Owner::Gone,
-            granted_for: Owner::Gone,
-            created_for: Owner::Gone,
-            cluster: &Room(Bytes(0)),
-            now: Time(jiff::Timestamp::from_second(1).unwrap()),
-        })
-    };
+    let look = |volume: &Volume| look(volume, Owner::Gone, room(0));
     let mut volume = asked(64);
     let holder = Holder { node: "a".parse().unwrap(), incarnation: Incarnation(1), epoch: Epoch(3), idle: false };
     let status = volume.status.as_mut().unwrap();

@@ -21,7 +21,7 @@ use crate::{
         draft::Notice,
         event::{ObjectFact, volume_fact},
         launch,
-        reconcile::{RETRY, Step, StepError, command_id, delete_volume, write_volume},
+        reconcile::{RETRY, Step, StepError, await_others, command_id, delete_volume, write_volume},
         sight::{CREATED_FOR, Cluster as _},
         world::World,
     },
@@ -76,7 +76,10 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
     };
     let more = |decided: &Decision| more(&volume, decided.status.as_deref());
     let (decided, claim) = world.ledger.in_turn(&*volume, || decide::decide(&sight), more);
-    let Decision { status, action, moving } = decided;
+    let Decision { status, action, moving, is_undecided } = decided;
+    if is_undecided {
+        return Ok(await_others().await);
+    }
     let mut wrote = false;
     if let Some(status) = status {
         tracing::debug!(phase = ?status.phase, ?action, "status");

@@ -58,6 +58,8 @@ pub struct Draft<'a> {
     pub workspace: &'a Workspace,
     pub status: WorkspaceStatus,
     pub notices: Vec<Notice>,
+    /// Nothing of it counts: it depends on what is about to be stored elsewhere, and is to be worked out again.
+    pub is_undecided: bool,
     now: Time,
     wait: Option<Wait>,
     /// Where it could be placed, though nobody asks for it.
@@ -119,6 +121,7 @@ impl<'a> Draft<'a> {
             workspace,
             status,
             notices: Vec::new(),
+            is_undecided: false,
             now,
             wait: None,
             place: None,

@@ -1,7 +1,7 @@
-//! Offers, commits and growths in flight: room that is promised and not yet to be seen in any stored object.
+//! Offers, commits, growths and imports in flight: room that is promised and not yet to be seen in any stored object.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
@@ -30,12 +30,20 @@ struct More {
     pools: ByPool,
 }
 
+/// What an import is about to make in a pool, as long as its Volume is stored in none.
+struct Coming {
+    volume: String,
+    pool: PoolId,
+    size: Bytes,
+}
+
 /// All promises of this leader. Cheap to clone.
 #[derive(Clone)]
 pub struct Ledger {
     promises: Arc<Mutex<HashMap<InstanceId, Promise>>>,
     /// By the uid of the object.
     claims: Arc<Mutex<HashMap<String, More>>>,
+    coming: Arc<Mutex<BTreeMap<u64, Coming>>>,
     /// Whoever looks for room and takes it is alone with that.
     turn: Arc<Mutex<()>>,
     nodes: NodeIndex,
@@ -49,7 +57,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Ledger {
     /// `room` is notified whenever a promise ends.
     pub fn new(nodes: NodeIndex, room: Arc<Notify>) -> Self {
-        Self { promises: Arc::default(), claims: Arc::default(), turn: Arc::default(), nodes, room }
+        let (promises, claims, coming) = (Arc::default(), Arc::default(), Arc::default());
+        Self { promises, claims, coming, turn: Arc::default(), nodes, room }
     }
 
     /// Until it is dropped, nobody else takes room that they have found.
@@ -89,6 +98,25 @@ impl Ledger {
             if version(uid).as_ref() == Some(&more.version) {
                 space::add_all(&mut sums, more.pools.clone());
             }
+        }
+        sums
+    }
+
+    /// Holds room for the Volume of an import until it is dropped: the layer is stored first, and the Volume only in a
+    /// write of its own. It names no node, so that an isolation does not wait for who sends the archive.
+    pub fn keep_for(&self, volume: String, pool: PoolId, size: Bytes) -> Kept {
+        let mut coming = lock(&self.coming);
+        let number = coming.last_key_value().map_or(0, |(last, _)| last + 1);
+        coming.insert(number, Coming { volume, pool, size });
+        Kept { number, ledger: self.clone() }
+    }
+
+    /// Sums over what imports are about to make. `is_stored` tells, by uid, of Volumes that are in a pool, where they count
+    /// by themselves, and of those that are gone.
+    pub fn kept(&self, is_stored: impl Fn(&str) -> bool) -> ByPool {
+        let mut sums = ByPool::new();
+        for coming in lock(&self.coming).values().filter(|coming| !is_stored(&coming.volume)) {
+            space::add_all(&mut sums, [(coming.pool.clone(), Taken::all(coming.size))]);
         }
         sums
     }
@@ -144,6 +172,19 @@ impl Drop for Reservation {
     }
 }
 
+/// Room held for the Volume of one import.
+pub struct Kept {
+    number: u64,
+    ledger: Ledger,
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        lock(&self.ledger.coming).remove(&self.number);
+        self.ledger.room.notify_one();
+    }
+}
+
 /// Room held for what one decision takes.
 pub struct Claim {
     uid: String,
@@ -192,6 +233,19 @@ mod tests {
         volume.metadata.uid = Some(uid.to_owned());
         volume.metadata.resource_version = Some("1".to_owned());
         volume
+    }
+
+    #[test]
+    fn the_volume_of_an_import_counts_until_it_is_stored_or_nobody_makes_it() {
+        let ledger = Ledger::new(NodeIndex::default(), Arc::default());
+        let pool: PoolId = "p".parse().unwrap();
+        let keep = || ledger.keep_for("u".to_owned(), pool.clone(), Bytes::mib(8));
+        let (kept, again) = (keep(), keep());
+        drop(kept);
+        assert_eq!(ledger.kept(|_| false), [(pool.clone(), Taken::all(Bytes::mib(8)))].into());
+        assert_eq!(ledger.kept(|uid| uid == "u"), ByPool::new());
+        drop(again);
+        assert_eq!(ledger.kept(|_| false), ByPool::new());
     }
 
     /// A pool has room for one more of ten, and two ask for it.

@@ -14,12 +14,13 @@ pub mod event;
 mod hooks;
 pub mod index;
 pub mod launch;
-mod ledger;
+pub(crate) mod ledger;
 mod placer;
 pub(crate) mod reconcile;
 pub mod sight;
 mod start;
 pub mod stopwatch;
+mod sums;
 mod transferring;
 pub(crate) mod world;
 

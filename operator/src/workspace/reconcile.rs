@@ -37,6 +37,7 @@ use crate::{
 const MAX_STEPS: usize = 24;
 /// What went wrong at the API server or a node is tried again after this.
 pub(crate) const RETRY: Duration = Duration::from_secs(2);
+const OTHERS_WRITE: Duration = Duration::from_millis(200);
 /// A message that was sent and not answered is sent again: messages are idempotent, and may be lost.
 const RESEND: Duration = Duration::from_secs(30);
 /// Words alone are not written more often than this.
@@ -98,7 +99,10 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
     let sight = sight(world, &workspace, template.as_deref(), volume.as_deref());
     let more = |decided: &Decision| more(&workspace, decided.outcome.status.as_deref());
     let (decided, claim) = world.ledger.in_turn(&*workspace, || decide::decide(&sight), more);
-    let Decision { outcome, action, moving, word } = decided;
+    let Decision { outcome, action, moving, word, is_undecided } = decided;
+    if is_undecided {
+        return Ok(await_others().await);
+    }
     let (mut workspace, mut wrote, mut unsaid) = (workspace, false, None);
     if let Some(status) = outcome.status {
         let is_first_start = matches!(action, Action::Start(_)) && workspace.status.is_none();
@@ -174,6 +178,12 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
         world.wait_for_room(key.clone());
     }
     Ok(step)
+}
+
+/// What others are about to take of a pool decides whether there is room: one write of theirs tells.
+pub(crate) async fn await_others() -> Step {
+    kibo_failpoint::reach("space-awaited").await;
+    Step::After(OTHERS_WRITE)
 }
 
 /// What the layer is about to take of pools beside what is stored.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kibo_crds::{Bytes, Incarnation, InstanceId, NodeId, PoolId, Template, Volume, Workspace, WorkspaceId};
 
-use crate::{moving::Heard, node::Void, transfer::Wish};
+use crate::{moving::Heard, node::Void, space::Room, transfer::Wish};
 
 /// Label of a Volume that was made with a Workspace; its value is that Workspace's uid.
 pub const CREATED_FOR: &str = "kibotos.dev/created-for";
@@ -33,14 +33,14 @@ pub trait Cluster: Sync {
     fn is_lost(&self, pool: &PoolId) -> bool;
     /// All members of the pool, by name.
     fn members(&self, pool: &PoolId) -> Vec<NodeId>;
-    /// What may still be allocated in the pool; `None` while no node that reaches it can say.
-    fn room_in(&self, _pool: &PoolId) -> Option<Bytes> {
+    /// What may still be put into the pool; `None` while no node that reaches it can say.
+    fn room_in(&self, _pool: &PoolId) -> Option<Room> {
         None
     }
     /// Whether the node of this execution has been told of it in its current session.
     fn was_told(&self, instance: InstanceId) -> bool;
     /// What a node may put into a pool, as far as that is known.
-    fn free_in(&self, _node: &NodeId, _pool: &PoolId) -> Option<Bytes> {
+    fn free_in(&self, _node: &NodeId, _pool: &PoolId) -> Option<Room> {
         None
     }
     /// What was heard of the move of this object.

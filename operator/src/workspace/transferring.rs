@@ -43,7 +43,7 @@ pub(super) async fn act(
             world.transfers.over(&uid, id, result);
             Ok(Step::Rest)
         }
-        Transfer::Place(demand) => Box::pin(place(world, workspace, &wish, *demand)).await,
+        Transfer::Place(demand) => Box::pin(place(world, workspace, volume, &wish, *demand)).await,
         Transfer::GrantVolume => match volume {
             Some(volume) => grant_volume(world, workspace, volume, &wish).await,
             None => Ok(Step::Again),
@@ -66,12 +66,20 @@ pub(super) async fn act(
 }
 
 /// Where a Workspace with these disks could run, and the grant of its layer there: one write.
-async fn place(world: &Arc<World>, workspace: &Workspace, wish: &Wish, demand: Demand) -> Result<Step, StepError> {
+async fn place(
+    world: &Arc<World>,
+    workspace: &Workspace,
+    volume: Option<&Volume>,
+    wish: &Wish,
+    demand: Demand,
+) -> Result<Step, StepError> {
     let uid = workspace.uid().unwrap_or_default();
     let refuse = |reason, message| {
         world.transfers.refuse(&uid, wish.id, Refusal { reason, message });
         Ok(Step::Rest)
     };
+    // What an earlier try has kept must not be in the way of this one.
+    world.transfers.placed(&uid, wish.id, None, None);
     let placed = match start::place(world, workspace, &demand).await {
         Some(Ok(placed)) => placed,
         Some(Err(_)) if world.is_settling() && world.expects_nodes() => return Ok(Step::After(RETRY)),
@@ -83,7 +91,12 @@ async fn place(world: &Arc<World>, workspace: &Workspace, wish: &Wish, demand: D
     let (Some(pool), Some(size)) = (pools.next(), size) else {
         return refuse("NoSize", "an import needs spec.writableLayer.size".to_owned());
     };
-    world.transfers.placed(&uid, wish.id, pools.next());
+    let volume_pool = pools.next();
+    let coming = volume_pool.clone().zip(volume.filter(|volume| makes(workspace, volume))).zip(demand.disks.get(1));
+    let room = coming.map(|((pool, volume), disk)| {
+        world.ledger.keep_for(volume.uid().unwrap_or_default(), pool, disk.to_allocate())
+    });
+    world.transfers.placed(&uid, wish.id, volume_pool, room);
     let mut draft = Draft::new(workspace, now());
     draft.status.writable_layer = Some(new_layer(pool, size));
     let void = |node: &NodeId, incarnation| world.void(node, incarnation);
@@ -93,10 +106,16 @@ async fn place(world: &Arc<World>, workspace: &Workspace, wish: &Wish, demand: D
     if let Some(status) = draft.finish().status {
         world.write_workspace(workspace, *status).await?;
     }
-    // From here on the layer speaks for the room.
+    // From here on the layer speaks for its room, and the wish for that of the Volume.
     drop(placed.reservation);
     kibo_failpoint::reach("import-placed").await;
     Ok(Step::Again)
+}
+
+/// Whether the import makes this Volume, which is stored in no pool yet.
+fn makes(workspace: &Workspace, volume: &Volume) -> bool {
+    let is_in_none = volume.status.as_ref().is_none_or(|status| status.pool.is_none());
+    is_in_none && workspace.spec.import.as_ref().is_some_and(|import| import.volume)
 }
 
 /// As a start does: the grant names the transfer in place of an Instance.

@@ -6,9 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kibo_crds::{
-    Bytes, Incarnation, InstanceId, NodeId, PoolId, Template, Volume, Workspace, workspace::WorkspaceStatus,
-};
+use kibo_crds::{Incarnation, InstanceId, NodeId, PoolId, Template, Volume, Workspace, workspace::WorkspaceStatus};
 use kube::{
     Api, Resource, ResourceExt,
     runtime::events::{Event, EventType},
@@ -23,6 +21,7 @@ use super::{
     placer,
     sight::Cluster,
     stopwatch::Stopwatch,
+    sums,
 };
 use crate::{
     cache::{Cache, Key, Projection},
@@ -32,6 +31,7 @@ use crate::{
     node::{NodeIndex, Void},
     placement::Strategy,
     queue::Queue,
+    space::Room,
     transfer::{Wish, Wishes},
     volume::Volumes,
 };
@@ -379,16 +379,16 @@ impl Cluster for World {
         members.into_iter().map(|member| member.node).collect::<BTreeSet<_>>().into_iter().collect()
     }
 
-    fn room_in(&self, pool: &PoolId) -> Option<Bytes> {
-        placer::room_in(self, pool)
+    fn room_in(&self, pool: &PoolId) -> Option<Room> {
+        sums::room_in(self, pool)
     }
 
     fn was_told(&self, instance: InstanceId) -> bool {
         lock(&self.told).contains(&instance)
     }
 
-    fn free_in(&self, node: &NodeId, pool: &PoolId) -> Option<Bytes> {
-        placer::room_of(self, node, pool)
+    fn free_in(&self, node: &NodeId, pool: &PoolId) -> Option<Room> {
+        sums::room_of(self, node, pool)
     }
 
     fn heard(&self, uid: &str) -> Heard {

@@ -32,12 +32,16 @@ pub(super) fn take(sight: &Sight<'_>, draft: &mut Draft<'_>) {
             };
             match failed_before(draft, request_id.as_ref()) {
                 Some(message) if wanted.is_some() && wanted > capacity => {
-                    Growth { grow_to: layer.grow_to, unmet: Some((RESOURCE_EXHAUSTED, message)) }
+                    let unmet = Some((RESOURCE_EXHAUSTED, message));
+                    Growth { grow_to: layer.grow_to, unmet, is_undecided: false }
                 }
                 _ => judge(&asked, || sight.cluster.room_in(&layer.pool)),
             }
         }
     };
+    if growth.is_undecided {
+        return draft.is_undecided = true;
+    }
     record(draft, &asked, wanted, capacity, &growth);
     if let Some(layer) = &mut draft.status.writable_layer {
         layer.grow_to = growth.grow_to;

@@ -110,11 +110,14 @@ pub struct Decision {
     pub moving: Option<moving::Action>,
     /// Before it, to whoever asked for a transfer.
     pub word: Option<Action>,
+    /// Nothing of this counts: it depends on what is about to be stored elsewhere, and is to be decided again soon.
+    pub is_undecided: bool,
 }
 
 impl Draft<'_> {
     fn then(self, action: Action) -> Decision {
-        Decision { outcome: self.finish(), action, moving: None, word: None }
+        let is_undecided = self.is_undecided;
+        Decision { outcome: self.finish(), action, moving: None, word: None, is_undecided }
     }
 }
 
@@ -130,7 +133,7 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
     let is_deleting = workspace.metadata.deletion_timestamp.is_some();
     if !is_ours {
         let action = if is_deleting { Action::Rest } else { Action::AddFinalizer };
-        return Decision { outcome: Outcome::default(), action, moving: None, word: None };
+        return Decision { outcome: Outcome::default(), action, moving: None, word: None, is_undecided: false };
     }
     let mut draft = Draft::new(workspace, sight.now.clone());
     draft.status.id.get_or_insert(sight.fresh_id);
@@ -201,6 +204,7 @@ fn advance_move(sight: &Sight<'_>, draft: &mut Draft<'_>, is_deleting: bool) -> 
         cluster: sight.cluster,
         now: sight.now.clone(),
     });
+    draft.is_undecided |= decision.is_undecided;
     draft.status.set_right(decision.right);
     if let (Some(pool), Some(layer)) = (decision.pool, &mut draft.status.writable_layer) {
         layer.pool = pool;

@@ -24,6 +24,7 @@ use kibo_protocol::v1;
 use super::*;
 use crate::{
     node::Void,
+    space::Room,
     workspace::{event, sight::Cluster},
 };
 
@@ -39,7 +40,7 @@ pub(super) struct Facts {
     settling: bool,
     lost: Vec<PoolId>,
     others_bound: Vec<String>,
-    room: Option<Bytes>,
+    room: Option<Room>,
     /// Of pools; one that is not here has node a.
     members: Vec<(PoolId, Vec<NodeId>)>,
     transfer: Option<crate::transfer::Wish>,
@@ -79,7 +80,7 @@ impl Cluster for Facts {
         known.map_or_else(|| vec![node("a")], |(_, members)| members.clone())
     }
 
-    fn room_in(&self, _: &PoolId) -> Option<Bytes> {
+    fn room_in(&self, _: &PoolId) -> Option<Room> {
         self.room
     }
 

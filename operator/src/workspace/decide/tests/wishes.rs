@@ -24,7 +24,8 @@ fn asking(size: &str, id: Option<&str>) -> Workspace {
 }
 
 fn with_room(mib: u32) -> Facts {
-    Facts { room: Some(Bytes::mib(mib)), ..online() }
+    let left = Bytes::mib(mib);
+    Facts { room: Some(Room { left, at_most: left }), ..online() }
 }
 
 fn unmet<'a>(status: &'a WorkspaceStatus, kind: &str) -> Option<&'a str> {
@@ -54,6 +55,14 @@ fn a_layer_that_exists_grows_at_the_next_start() {
     let Action::Start(start) = look(&after, &with_room(4096)).action else { panic!("it starts") };
     let grows_by = crate::placement::Disk::In { pool: pool(), to_allocate: Bytes::mib(2048) };
     assert_eq!(start.demand.disks, [grows_by]);
+}
+
+#[test]
+fn what_depends_on_what_others_are_about_to_take_is_not_decided() {
+    let contested = Some(Room { left: Bytes::mib(2047), at_most: Bytes::mib(2048) });
+    let workspace = asking("3Gi", Some("grow"));
+    assert!(look(&workspace, &Facts { room: contested, ..online() }).is_undecided);
+    assert!(!look(&workspace, &with_room(2047)).is_undecided && !look(&workspace, &with_room(2048)).is_undecided);
 }
 
 #[test]
