@@ -8,6 +8,7 @@ pub mod disk;
 pub mod failpoints;
 pub mod host;
 pub mod host_files;
+pub mod line;
 pub mod memory;
 pub mod object_store;
 pub mod outside;

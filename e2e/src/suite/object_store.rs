@@ -1,7 +1,7 @@
 //! A server that speaks S3, for one test.
 
 use std::io;
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::process::Stdio;
 use std::sync::Arc;
@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, copy};
-use tokio::net::{TcpListener as AsyncListener, TcpStream};
+use tokio::net::TcpStream;
 use tokio::process::{Child, Command};
 use tokio::task::JoinSet;
-use tokio::time::{MissedTickBehavior, interval};
 
+use super::line;
 use super::wait::eventually;
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -54,12 +54,12 @@ impl ObjectStore {
 
     /// The same store behind a line that gives this many bytes in a second, as long as what comes with it is there.
     pub async fn slowly(&self, bytes: usize) -> Result<(String, JoinSet<()>)> {
-        self.behind(move |client, address| async move { carry_slowly(client, &address, bytes).await }).await
+        line::slow(self.address(), bytes).await.map(named)
     }
 
     /// The same store behind a line that breaks after so many bytes, each time.
     pub async fn brittle(&self, bytes: u64) -> Result<(String, JoinSet<()>)> {
-        self.behind(move |mut client, address| async move {
+        let carry = move |mut client: TcpStream, address: Arc<str>| async move {
             let mut store = TcpStream::connect(&*address).await?;
             let ((mut from_client, mut to_client), (from_store, mut to_store)) = (client.split(), store.split());
             let down = async {
@@ -69,42 +69,23 @@ impl ObjectStore {
             };
             tokio::try_join!(copy(&mut from_client, &mut to_store), down)?;
             Ok(())
-        })
-        .await
+        };
+        line::behind(self.address(), carry).await.map(named)
     }
 
-    /// Accepts connections and carries each as `carry` does it, which is given the address of the store.
-    async fn behind<F>(
-        &self,
-        carry: impl Fn(TcpStream, Arc<str>) -> F + Send + 'static,
-    ) -> Result<(String, JoinSet<()>)>
-    where
-        F: Future<Output = Result<()>> + Send + 'static,
-    {
-        let listener = AsyncListener::bind("127.0.0.1:0").await?;
-        let url = format!("http://{}", listener.local_addr()?);
-        let address: Arc<str> = self.url.trim_start_matches("http://").into();
-        let mut line = JoinSet::new();
-        line.spawn(async move {
-            let mut connections = JoinSet::new();
-            while let Ok((client, _)) = listener.accept().await {
-                let carried = carry(client, address.clone());
-                // Who breaks off is none of the line's business.
-                connections.spawn(async move { drop(carried.await) });
-            }
-        });
-        Ok((url, line))
+    fn address(&self) -> &str {
+        self.url.trim_start_matches("http://")
     }
 
     /// The same store behind a line on which somebody else is faster: before the request with all these words in its head is
     /// passed on, the store is asked this once.
     pub async fn before(&self, words: [&'static str; 2], asks: &str) -> Result<(String, JoinSet<()>)> {
         let asked = Arc::new(self.question(asks));
-        self.behind(move |client, address| {
+        let carry = move |client, address: Arc<str>| {
             let asked = asked.clone();
             async move { carry_late(client, &address, words, &asked).await }
-        })
-        .await
+        };
+        line::behind(self.address(), carry).await.map(named)
     }
 
     /// Asks it, with a line of Python that knows `s3`, and gives what that prints.
@@ -118,6 +99,10 @@ impl ObjectStore {
         let script = format!("URL={:?}; {client}; {line}", self.url);
         Question { packages: self.packages.clone(), script }
     }
+}
+
+fn named((address, line): (SocketAddr, JoinSet<()>)) -> (String, JoinSet<()>) {
+    (format!("http://{address}"), line)
 }
 
 /// A line of Python for the store.
@@ -157,24 +142,5 @@ async fn carry_late(mut client: TcpStream, address: &str, words: [&str; 2], aske
     };
     let down = async { anyhow::Ok(copy(&mut from_store, &mut to_client).await.map(drop)?) };
     tokio::try_join!(up, down)?;
-    Ok(())
-}
-
-async fn carry_slowly(mut client: TcpStream, address: &str, bytes: usize) -> Result<()> {
-    let mut store = TcpStream::connect(address).await?;
-    let ((mut from_client, mut to_client), (mut from_store, mut to_store)) = (client.split(), store.split());
-    let down = async {
-        let mut piece = vec![0; (bytes / 10).max(1)];
-        let mut pace = interval(Duration::from_millis(100));
-        pace.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        loop {
-            pace.tick().await;
-            match from_store.read(&mut piece).await? {
-                0 => return to_client.shutdown().await,
-                length => to_client.write_all(&piece[..length]).await?,
-            }
-        }
-    };
-    tokio::try_join!(copy(&mut from_client, &mut to_store), down)?;
     Ok(())
 }

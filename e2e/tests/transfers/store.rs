@@ -1,5 +1,6 @@
 //! From a Workspace into an object store, and out of it, by ways that are slow, full or taken.
 
+use std::fs;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -7,14 +8,19 @@ use anyhow::{Context as _, Result, ensure};
 use kibo_crds::{Volume, Workspace};
 use kibo_e2e::local::LocalPool;
 use kibo_e2e::suite::disk::Disk;
+use kibo_e2e::suite::line;
 use kibo_e2e::suite::object_store::ObjectStore;
 use kibo_e2e::suite::program::Program;
 use kibo_e2e::suite::{Place, eventually};
 use kibo_failpoint::Action;
+use tokio::task::JoinSet;
 
 use crate::LIMIT;
 use crate::scene::{Scene, names_in};
 use crate::{gone, rights};
+
+/// The API server's own requests end after a minute.
+const LONG: Duration = Duration::from_secs(61);
 
 pub async fn through_a_store(place: Arc<Place>) -> Result<()> {
     let disk = place.disk(256 << 20)?;
@@ -47,7 +53,14 @@ pub async fn through_a_store(place: Arc<Place>) -> Result<()> {
     let mut export = kibo(&["transfer", "export", "w", "--to", to])?;
     ensure!(export.ended().await? == 0, "{}", export.stderr());
     ensure!(store.ask(objects).await? == "['a/w.kibo']" && store.ask(uploads).await? == "0");
-    // For longer than stores are mostly given for one request, and the API server its own ones.
+    let archive = scene.path("w.kibo");
+    scene.export("w", &archive).await?;
+    let far = place.node("1", "512Mi").await?;
+    import_into(&scene, &archive, "far", &far).await?;
+    place.kibo(&["node", "drain", &far]).await?.ok()?;
+    // For longer than stores are mostly given for one request, and the API server its own ones: one that sends and one that
+    // reads.
+    let (mut reader, _its_line) = far_reader(&scene).await?;
     let (url, _line) = store.slowly(140_000).await?;
     let begun = Instant::now();
     let mut slow = by(&["transfer", "import", to, "--name", "slow"], &url)?;
@@ -64,8 +77,6 @@ pub async fn through_a_store(place: Arc<Place>) -> Result<()> {
 
     // Beside it, what takes no time in which it could be slow.
     raced(&scene, &store).await?;
-    let archive = scene.path("w.kibo");
-    scene.export("w", &archive).await?;
     gone::killed(&scene, &archive, by(&["transfer", "import", to, "--name", "victim"], &url)?).await?;
     gone::stopped(&scene).await?;
     rights::some_of_them(&scene, &archive).await?;
@@ -75,8 +86,34 @@ pub async fn through_a_store(place: Arc<Place>) -> Result<()> {
     full_disks(&scene, &disk, full).await?;
 
     ensure!(slow.ended().await? == 0, "{}", slow.stderr());
-    ensure!(begun.elapsed() > Duration::from_secs(61), "it was no slow one: {:?}", begun.elapsed());
-    scene.same("w", "slow").await
+    ensure!(begun.elapsed() > LONG, "it was no slow one: {:?}", begun.elapsed());
+    scene.same("w", "slow").await?;
+    ensure!(reader.ended().await? == 0, "{}", reader.stderr());
+    ensure!(begun.elapsed() > LONG, "it was no slow one: {:?}", begun.elapsed());
+    import_into(&scene, &scene.path("far.kibo"), "near", &scene.node).await?;
+    scene.same("w", "near").await
+}
+
+/// Into the pool of this node, for which the others do not ask.
+async fn import_into(scene: &Scene, archive: &str, name: &str, node: &str) -> Result<()> {
+    let pool = format!("local-{node}");
+    let import = ["transfer", "import", archive, "--name", name, "--layer-pool", &pool, "--volume-pool", &pool];
+    scene.place.kibo(&import).await?.ok().map(drop)
+}
+
+/// Exports "far", from a node at which nobody waits for a point, to where the API server is reached by a slow line.
+async fn far_reader(scene: &Scene) -> Result<(Program, JoinSet<()>)> {
+    let cluster = scene.place.cluster();
+    let server = format!("127.0.0.1:{}", cluster.ports().apiserver);
+    let (line, its_end) = line::slow(&server, 140_000).await?;
+    let near = fs::read_to_string(cluster.layout().kubeconfig())?;
+    ensure!(near.contains(&server), "its API server is not at {server}");
+    let far = scene.path("far.kubeconfig");
+    fs::write(&far, near.replace(&server, &line.to_string()))?;
+    let to = scene.path("far.kibo");
+    let mut command = scene.place.kibo_command(&["transfer", "export", "far", "--to", &to]);
+    command.env("KUBECONFIG", far);
+    Ok((Program::start(command)?, its_end))
 }
 
 /// Something else gets the name between the last look at it and the end of the upload: the store itself refuses.
