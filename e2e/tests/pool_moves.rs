@@ -22,7 +22,7 @@ use serde_json::json;
 
 fn main() -> ExitCode {
     Suite::with_everything()
-        .test("while_an_object_moves_nobody_uses_it_and_a_deletion_cancels_the_move", one_move)
+        .alone("while_an_object_moves_nobody_uses_it_and_a_deletion_cancels_the_move", one_move)
         .alone("a_move_ends_as_it_should_wherever_the_operator_or_the_daemon_is_killed", killed)
         .run()
 }
@@ -154,7 +154,14 @@ async fn one_move(place: Arc<Place>) -> Result<()> {
     let back = json!({"spec": {"move": {"to": here, "requestId": "back"}}});
     place.api::<Volume>().patch("w", &PatchParams::default(), &Patch::Merge(&back)).await?;
     points.all_reached(&["move-copying"], LIMIT).await?;
+    // Whoever decided that ends with its decision.
+    let deciding = Failpoints::of(place.cluster(), &Component::Operator)?;
+    deciding.arm(&["move-given-up"], Action::Abort)?;
     place.kibo(&["workspace", "delete", "w", "--no-wait"]).await?.ok()?;
+    let ended = async || Ok(place.cluster().process(&Component::Operator).is_none().then_some(()));
+    eventually("the operator ends", LIMIT, ended).await?;
+    deciding.clear()?;
+    place.cluster().start(&Component::Operator).await?;
     let given_up = |it: &Volume| volume_move(it).is_some_and(|it| it.state == MoveState::Clearing);
     place.watched(place.api::<Volume>(), "w", "is not moved any more", LIMIT.as_secs(), given_up).await?;
     points.clear()?;

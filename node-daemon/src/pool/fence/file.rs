@@ -175,7 +175,6 @@ pub fn mark(pool: &Path, victim: &NodeId, dead: Incarnation, by: &NodeId) -> Res
         let file = make(&path, &pool.join(marker::NODES)).map_err(failed("open", &path))?;
         let block = block::encode(&mark).map_err(failed("mark", &path))?;
         file.write_all_at(&block, offset).map_err(failed("mark", &path))?;
-        kibo_failpoint::reach_blocking("victim-marked");
     }
     if is_marked(pool, victim, dead)? { Ok(()) } else { Err(FenceError::NotKept { path }) }
 }
