@@ -115,7 +115,7 @@ async fn hangs(place: Arc<Place>) -> Result<()> {
     remote.go_on();
     place.workspace("w", "goes on", SOON, |it| condition(it, "Paused").is_none()).await?;
     ensure!(place.sh("w", "cat /data/note").await? == "kept" && w.vm.is_alive(), "the same guest");
-    for_good(&place, &node, &remote, &[w, forced]).await?;
+    Box::pin(for_good(&place, &node, &remote, &[w, forced])).await?;
     ensure!(place.sh("near", "echo lives").await? == "lives");
     stop(&place, "near", "end").await
 }
