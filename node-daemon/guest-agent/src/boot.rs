@@ -12,6 +12,7 @@ use rustix::mount::{MountFlags, mount};
 
 use crate::modules;
 use crate::port::Port;
+use crate::timer;
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -21,6 +22,8 @@ pub enum Error {
     Modules(#[from] modules::Error),
     #[error("failed to open the port {path}: {source}")]
     Open { path: PathBuf, source: io::Error },
+    #[error("the kernel has no timer that works: {0}")]
+    NoTimer(io::Error),
     #[error("failed to set up wake-ups: {0}")]
     Wake(#[from] io::Error),
 }
@@ -32,6 +35,10 @@ pub fn run() -> Result<Port, Error> {
     {
         mount(fs_type, target, fs_type, flags, None)
             .map_err(|errno| Error::Mount { what: fs_type, source: errno.into() })?;
+    }
+    // Before the port is open, which is how the host knows that nothing has begun.
+    if !timer::is_there() {
+        return Err(Error::NoTimer(timer::boot_anew()));
     }
     modules::load(modules::Moment::Boot)?;
     let path = find_port();

@@ -6,7 +6,7 @@
 //! Rooms: [`boot`] (from the kernel's start to an open port), [`port`] (bytes in, bytes out), [`agent`] (the loop that
 //! ties all together), [`phase`] (what the guest is), [`request`] (what a configure message may say), [`configure`] (carries it out), [`workload`]
 //! (processes, their log and the host's streams), [`archive`] (the process that packs and unpacks files), [`power`] (the
-//! way down), [`turn`] (who goes first where there is one CPU).
+//! way down), [`turn`] (who goes first where there is one CPU), [`timer`] (whether the kernel has one).
 
 mod agent;
 mod archive;
@@ -17,6 +17,7 @@ mod phase;
 mod port;
 mod power;
 mod request;
+mod timer;
 mod turn;
 mod wake;
 mod workload;

@@ -27,6 +27,11 @@ use crate::{
 };
 
 const RECONNECT: Duration = Duration::from_millis(500);
+/// A guest whose kernel finds no timer boots anew, see its agent. That happens where its CPU stands still for long just
+/// then; five times in turn it is something else.
+const BOOTS: u32 = 5;
+/// QEMU's word for it.
+const GUEST_RESET: &str = "guest-reset";
 /// What QEMU complains about before it goes; more is cut off.
 const COMPLAINTS: usize = 1000;
 const LAST_WORDS: Duration = Duration::from_millis(100);
@@ -73,7 +78,10 @@ impl RunningVm {
         let (guest, events, conversation) = Guest::converse(sockets.clone(), log, known);
         let mut watchers = Watchers::default();
         watchers.spawn("process", watch_process(process.clone(), complaints, cgroup, inputs.clone()));
-        watchers.spawn("control socket", watch_control(sockets.clone(), disks, was_stalled, qmp, inputs.clone()));
+        watchers.spawn(
+            "control socket",
+            watch_control(sockets.clone(), disks, was_stalled, Boots::of(known), qmp, inputs.clone()),
+        );
         watchers.spawn("console", console::follow(sockets, directory, console.clone()));
         watchers.spawn("guest", conversation);
         Self { process, control, guest, events, console, watchers }
@@ -184,6 +192,7 @@ async fn watch_control(
     sockets: SocketDir,
     disks: DiskPools,
     was_stalled: bool,
+    mut boots: Boots,
     published: watch::Sender<Option<Qmp>>,
     inputs: mpsc::UnboundedSender<Input>,
 ) {
@@ -193,7 +202,7 @@ async fn watch_control(
         match connected {
             Ok((qmp, events)) => {
                 published.send_replace(Some(qmp.clone()));
-                listen_to(qmp, events, &disks, &mut stall, &inputs).await;
+                listen_to(qmp, events, &disks, (&mut stall, &mut boots), &inputs).await;
                 published.send_replace(None);
             }
             Err(error) => tracing::debug!(%error, "QEMU's control socket cannot be used yet"),
@@ -202,11 +211,37 @@ async fn watch_control(
     }
 }
 
+/// How often a guest may still boot anew by itself, before anything of it has begun.
+struct Boots {
+    left: u32,
+}
+
+impl Boots {
+    /// `known`: its agent was there.
+    const fn of(known: bool) -> Self {
+        Self { left: if known { 0 } else { BOOTS } }
+    }
+
+    /// Boots it once more, if it may.
+    async fn once_more(&mut self, qmp: &Qmp) -> bool {
+        let Some(left) = self.left.checked_sub(1) else { return false };
+        self.left = left;
+        let boots = qmp.boot_anew().await.unwrap_or_else(|error| {
+            tracing::warn!(%error, "a guest that went off before its agent was there cannot be booted anew");
+            false
+        });
+        if boots {
+            tracing::warn!(left, "a guest went off before its agent was there: it boots anew");
+        }
+        boots
+    }
+}
+
 async fn listen_to(
     qmp: Qmp,
     mut events: mpsc::UnboundedReceiver<QmpEvent>,
     disks: &DiskPools,
-    stall: &mut Option<Stall>,
+    (stall, boots): (&mut Option<Stall>, &mut Boots),
     inputs: &mpsc::UnboundedSender<Input>,
 ) {
     let report = |input| drop(inputs.send(input));
@@ -247,6 +282,7 @@ async fn listen_to(
             }
         };
         match event {
+            Some(QmpEvent::Shutdown { reason, .. }) if reason == GUEST_RESET && boots.once_more(&qmp).await => {}
             Some(QmpEvent::Shutdown { by_guest, reason }) => report(Input::Off { by_guest, reason }),
             Some(QmpEvent::GuestPanicked) => report(Input::Panicked),
             Some(QmpEvent::BlockError { disk, stopped: true, is_full, reason }) => {
@@ -259,7 +295,8 @@ async fn listen_to(
             Some(QmpEvent::BlockError { disk, reason, .. }) => {
                 tracing::warn!(disk, reason, "a disk of the guest cannot be read");
             }
-            Some(QmpEvent::AgentPort { .. }) => {}
+            Some(QmpEvent::AgentPort { open: true }) => boots.left = 0,
+            Some(QmpEvent::AgentPort { open: false }) => {}
             Some(QmpEvent::Closed) | None => return,
         }
     }

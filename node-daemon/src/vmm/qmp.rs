@@ -25,6 +25,9 @@ use tokio::{
 /// QEMU answers from its main loop, which can wait for a disk for a while.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 const GREETING_LIMIT: Duration = Duration::from_secs(20);
+const RESET_LOOK: Duration = Duration::from_millis(50);
+/// As the command line names the agent's socket.
+const AGENT_CHANNEL: &str = "agent";
 
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
@@ -183,6 +186,30 @@ impl Qmp {
         self.execute("cont", json!({})).await.map(drop)
     }
 
+    /// Boots a guest anew that went off before its agent was there. `false`: it was there, and the guest stays off.
+    pub async fn boot_anew(&self) -> Result<bool, QmpError> {
+        let channels = self.execute("query-chardev", json!({})).await?;
+        let mut channels = channels.as_array().into_iter().flatten();
+        let agent = channels.find(|channel| channel["label"] == AGENT_CHANNEL);
+        if agent.is_none_or(|agent| agent["frontend-open"] != false) {
+            return Ok(false);
+        }
+        self.execute("set-action", json!({ "reboot": "reset" })).await?;
+        let reset = self.execute("system_reset", json!({})).await;
+        // The next reboot ends the VM again.
+        self.execute("set-action", json!({ "reboot": "shutdown" })).await?;
+        reset?;
+        // Not before the reset is done, which QEMU does in its own time.
+        let until = tokio::time::Instant::now() + ANSWER_LIMIT;
+        while let Err(refused) = self.resume().await {
+            if !matches!(refused, QmpError::Refused { .. }) || tokio::time::Instant::now() > until {
+                return Err(refused);
+            }
+            tokio::time::sleep(RESET_LOOK).await;
+        }
+        Ok(true)
+    }
+
     /// Ends QEMU. The answer may be lost with it: look at the process.
     pub async fn quit(&self) -> Result<(), QmpError> {
         self.execute("quit", json!({})).await.map(drop)
@@ -334,6 +361,51 @@ mod tests {
         };
         let (failed, ()) = tokio::join!(qmp.failed_disk(), qemu);
         assert_eq!(failed.unwrap(), Some(FailedDisk { disk: "vol0".to_owned(), is_full: true }));
+    }
+
+    /// Answers each command in turn, and says what was asked.
+    async fn answers(
+        lines: &mut Lines<BufReader<OwnedReadHalf>>,
+        write: &mut OwnedWriteHalf,
+        all: &[Value],
+    ) -> Vec<String> {
+        let mut asked = Vec::new();
+        for answer in all {
+            let ask: Value = serde_json::from_str(&lines.next_line().await.unwrap().unwrap()).unwrap();
+            let mut answer = answer.clone();
+            answer["id"] = ask["id"].clone();
+            write.write_all(format!("{answer}\n").as_bytes()).await.unwrap();
+            asked.push(format!("{} {}", ask["execute"].as_str().unwrap(), ask["arguments"]));
+        }
+        asked
+    }
+
+    fn channels(open: bool) -> Value {
+        json!({ "return": [{ "label": "console", "frontend-open": true }, { "label": "agent", "frontend-open": open }] })
+    }
+
+    #[tokio::test]
+    async fn a_guest_boots_anew_only_before_its_agent_was_there() {
+        let (qmp, _events, mut lines, mut write) = pair().await;
+        let done = json!({ "return": {} });
+        let refused =
+            json!({ "error": { "class": "GenericError", "desc": "Resetting the Virtual Machine is required" } });
+        let said = [channels(false), done.clone(), done.clone(), done.clone(), refused, done];
+        let (booted, asked) = tokio::join!(qmp.boot_anew(), answers(&mut lines, &mut write, &said));
+        assert!(booted.unwrap());
+        let expected = [
+            "query-chardev {}",
+            "set-action {\"reboot\":\"reset\"}",
+            "system_reset {}",
+            "set-action {\"reboot\":\"shutdown\"}",
+            "cont {}",
+            "cont {}",
+        ];
+        assert_eq!(asked, expected);
+        let said = [channels(true)];
+        let (booted, asked) = tokio::join!(qmp.boot_anew(), answers(&mut lines, &mut write, &said));
+        assert!(!booted.unwrap());
+        assert_eq!(asked, ["query-chardev {}"]);
     }
 
     #[tokio::test]

@@ -159,8 +159,22 @@ impl Machine {
 
     pub fn boot(directory: TempDir, disks: &Disks) -> Self {
         let started = Instant::now();
-        let qemu = start_qemu(directory.path(), disks);
-        let mut machine = Self {
+        let mut machine = Self::start(directory, disks, "");
+        machine.reconnect(0);
+        machine.booted_in = started.elapsed();
+        machine
+    }
+
+    /// Begins to boot a guest with fresh disks whose kernel has no timer.
+    pub fn without_timer() -> Self {
+        let directory = tempfile::tempdir().expect("a directory");
+        let disks = Disks::fresh(directory.path());
+        Self::start(directory, &disks, " nolapic_timer")
+    }
+
+    fn start(directory: TempDir, disks: &Disks, more: &str) -> Self {
+        let qemu = start_qemu(directory.path(), disks, more);
+        Self {
             directory,
             qemu,
             port: None,
@@ -168,10 +182,7 @@ impl Machine {
             backlog: VecDeque::new(),
             hello: v1::HelloReply::default(),
             booted_in: Duration::ZERO,
-        };
-        machine.reconnect(0);
-        machine.booted_in = started.elapsed();
-        machine
+        }
     }
 
     pub fn directory(&self) -> &Path {
@@ -445,7 +456,7 @@ impl Drop for Machine {
     }
 }
 
-fn start_qemu(directory: &Path, disks: &Disks) -> Child {
+fn start_qemu(directory: &Path, disks: &Disks, more: &str) -> Child {
     let artifacts = artifacts();
     let mut command = Command::new("qemu-system-x86_64");
     command
@@ -466,7 +477,7 @@ fn start_qemu(directory: &Path, disks: &Disks) -> Child {
         .arg(artifacts.join("vmlinux"))
         .arg("-initrd")
         .arg(artifacts.join("initrd.lz4"))
-        .args(["-append", &command_line()]);
+        .args(["-append", &(command_line() + more)]);
     let console = directory.join("console.log");
     command.args(["-chardev", &format!("file,id=con,path={}", console.display()), "-serial", "chardev:con"]);
     for (serial, image, read_only) in &disks.0 {

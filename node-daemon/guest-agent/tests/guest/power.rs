@@ -25,6 +25,15 @@ fn assert_clean(directory: &Path) {
 }
 
 #[test]
+fn a_guest_without_a_timer_boots_anew_before_anybody_hears_of_it() {
+    let mut machine = Machine::without_timer();
+    // The harness lets no guest boot twice.
+    assert!(machine.wait_for_exit().success());
+    let console = std::fs::read_to_string(machine.directory().join("console.log")).expect("a console");
+    assert!(console.contains("no timer that works"), "{console}");
+}
+
+#[test]
 fn a_shutdown_lets_the_workload_end_by_itself_and_unmounts() {
     let script = "trap 'echo goodbye; echo goodbye > /data/said; exit 0' TERM; echo up; while true; do sleep 0.1; done";
     let mut machine =
