@@ -205,7 +205,9 @@ impl Printing {
     }
 
     fn read(&mut self, told: Vec<(StreamId, Output, usize)>) {
-        told.into_iter().for_each(|(stream, output, len)| self.host.consumed(stream, output, len));
+        for (stream, output, len) in told {
+            self.host.consumed(stream, output, len);
+        }
         to_guest(&mut self.host, &mut self.guest);
         for event in guest_events(&mut self.guest) {
             if let GuestEvent::Message(message) = event

@@ -407,7 +407,9 @@ impl HostConnection {
         let mask = masked.then_some(Mask::of(self.nonce));
         let copy = |room: &mut [u8]| {
             room.copy_from_slice(bytes);
-            mask.into_iter().for_each(|mask| mask.apply(room));
+            if let Some(mask) = mask {
+                mask.apply(room);
+            }
             bytes.len()
         };
         self.wire.push_run((Direction::FromHost, self.nonce), bytes.len(), copy, |bytes, sum| {

@@ -170,13 +170,12 @@ async fn pump_output(guest: &Guest, kind: Kind, mut opened: Opened, outgoing: mp
         };
         has_begun = true;
         let (output, piece) = match event {
-            ExecEvent::Started => continue,
             ExecEvent::Output(output, data) => (output, data),
             ExecEvent::Closed(v1::Output::Stdout) if kind == Kind::Connection => {
                 let _ = outgoing.send(ExecOutput::StdoutClosed).await;
                 continue;
             }
-            ExecEvent::Closed(_) => continue,
+            ExecEvent::Started | ExecEvent::Closed(_) => continue,
             ExecEvent::Ended(end) => {
                 let ending = guest.ending.borrow().clone();
                 for output in ended(kind, end, ending.as_deref()) {

@@ -176,11 +176,10 @@ impl Extraction {
         while moved < size {
             let want = usize::try_from(size - moved).unwrap_or(usize::MAX).min(BUFFER);
             match splice(&self.pipe, None, file, None, want, SpliceFlags::empty()) {
-                Ok(0) => break,
+                // Some file systems take no pages.
+                Ok(0) | Err(Errno::INVAL | Errno::NOSYS) => break,
                 Ok(len) => moved += len as u64,
                 Err(Errno::INTR | Errno::AGAIN) => {}
-                // Some file systems take no pages.
-                Err(Errno::INVAL | Errno::NOSYS) => break,
                 Err(errno) => return Err(Error::file("write", path)(errno.into())),
             }
         }
