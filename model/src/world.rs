@@ -44,7 +44,8 @@ pub enum Step {
     Ready,
     /// The guest has the image open.
     Runs,
-    /// Its process is reaped.
+    /// Its process is reaped, and nothing on its host has the image open any more. Where that is not the same (`io_uring`, in
+    /// pools that no other host has mounted) the node waits for it, before a release and before each take.
     Reaped,
     /// The records say what became of its grant.
     Closed(ObjectUse),

@@ -37,6 +37,11 @@ pub enum ImageError {
         "the pool is shared by several nodes and its file system has no direct I/O, without which a node that was killed could write later: mount one that has it"
     )]
     NoDirectIo,
+    #[error(
+        "the image {path} is still open on this host: what a VM that has ended wrote last is on its way to the disk, or another \
+         program has locked it (lslocks says which)"
+    )]
+    StillOpen { path: PathBuf },
     #[error("failed to {action} the image {path}: {source}")]
     Io { action: &'static str, path: PathBuf, source: io::Error },
 }

@@ -3,7 +3,7 @@
 //! The end of QEMU's process is not always the end of its requests: those of `io_uring` hold the file and not the process,
 //! and the kernel lets a killed one go while they are on their way to the disk. So an image is locked when it is opened
 //! (`flock`): the lock belongs to what was opened, goes to QEMU with its descriptor, and is gone with the last request that
-//! holds it. Only then the object is released.
+//! holds it. Only then the object is released; and whoever takes it next, by whatever right, opens it only then.
 //!
 //! On a file system that several hosts mount, such a lock would be a matter of its server, which may keep that of a host
 //! that died; there is none there, and so no `io_uring` either. A request of a thread ends before its process does.
@@ -73,7 +73,10 @@ pub fn open(dir: &Path, needs_direct: bool) -> Result<OpenImage, ImageError> {
         }
         file => (file.map_err(failed("open"))?, true),
     };
-    let is_locked = lock(&file).map_err(failed("lock"))?;
+    let is_locked = keeps_locks(&file).map_err(failed("look at the file system of"))?;
+    if is_locked && !is_free_within(&file, MOMENT).map_err(failed("lock"))? {
+        return Err(ImageError::StillOpen { path });
+    }
     Ok(OpenImage { file, is_direct, is_locked })
 }
 
@@ -88,30 +91,19 @@ fn closes_within(dir: &Path, limit: Duration) -> io::Result<bool> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(true),
         file => file?,
     };
-    if !keeps_locks(&file)? {
-        return Ok(true);
-    }
+    Ok(!keeps_locks(&file)? || is_free_within(&file, limit)?)
+}
+
+/// Whether nobody else has it locked. It is locked afterwards, as long as the file is open.
+fn is_free_within(file: &File, limit: Duration) -> io::Result<bool> {
     let deadline = Instant::now() + limit;
-    // It goes again with the file.
-    while !is_had(file.try_lock())? {
-        if Instant::now() >= deadline {
-            return Ok(false);
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(true),
+            Err(TryLockError::Error(error)) => return Err(error),
+            Err(TryLockError::WouldBlock) if Instant::now() >= deadline => return Ok(false),
+            Err(TryLockError::WouldBlock) => thread::sleep(POLL),
         }
-        thread::sleep(POLL);
-    }
-    Ok(true)
-}
-
-/// Beside others: who may write is not decided by locks. `false`: there are none here, or somebody has it for himself.
-fn lock(file: &File) -> io::Result<bool> {
-    Ok(keeps_locks(file)? && is_had(file.try_lock_shared())?)
-}
-
-fn is_had(lock: Result<(), TryLockError>) -> io::Result<bool> {
-    match lock {
-        Err(TryLockError::WouldBlock) => Ok(false),
-        Err(TryLockError::Error(error)) => Err(error),
-        Ok(()) => Ok(true),
     }
 }
 
@@ -135,10 +127,12 @@ mod tests {
         // As a process does that inherits it.
         let inherited = open_image.file.try_clone().unwrap();
         drop(open_image);
+        assert!(matches!(open(dir.path(), false), Err(ImageError::StillOpen { .. })));
         assert!(!closes_within(dir.path(), Duration::ZERO).unwrap());
         drop(inherited);
         assert!(is_closed(dir.path()).unwrap());
         assert!(is_closed(dir.path()).unwrap(), "who asks holds nothing");
+        open(dir.path(), false).unwrap();
     }
 
     #[test]

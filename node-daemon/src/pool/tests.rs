@@ -152,6 +152,20 @@ fn the_dead_do_not_stop_the_living() {
     assert_eq!(error.end_reason(), v1::EndReason::NotStarted);
 }
 
+/// A killed process may be gone before its last requests are: whoever takes over by an isolation waits for those too.
+#[test]
+fn what_the_dead_still_have_open_is_opened_by_nobody_else() {
+    let setup = Setup::new();
+    let pool = setup.on("a");
+    let left = pool.take(&object(1, PredecessorEnd::None), &taker("a")).unwrap().image.file;
+    let (next, granted) = (taker("b"), object(2, PredecessorEnd::Isolated));
+    let error = setup.on("b").take(&granted, &next).unwrap_err();
+    assert!(matches!(error.cause, TakeFailure::Image(ImageError::StillOpen { .. })), "{error}");
+    assert_eq!((error.object_use, error.end_reason()), (ObjectUse::Held, v1::EndReason::StorageFailed));
+    drop(left);
+    setup.on("b").take(&granted, &next).unwrap();
+}
+
 /// Killed between any two steps of a take: the same Instance goes on.
 #[test]
 fn a_take_that_was_killed_anywhere_is_taken_up() {

@@ -36,7 +36,7 @@ pub use journal::clear;
 use super::{
     Pool, PoolError, Pools,
     image::{self, ImageError},
-    record_files,
+    opening, record_files,
     records::{Conflict, TakeDecision},
     sparse,
 };
@@ -48,7 +48,7 @@ use copy::{Copy, CopyError};
 use journal::{Journal, copy_path};
 use line::Mark;
 
-/// How often a copy makes what it has durable and notes it.
+/// How often a copy notes what is durable of it.
 const NOTE_EVERY: Duration = Duration::from_secs(2);
 /// How often it looks whether the grant still stands in both pools.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
@@ -149,6 +149,9 @@ impl Moving<'_> {
         let path = dir.join(image::IMAGE);
         let failed = |source| ImageError::Io { action: "look at", path: path.clone(), source };
         let size = image::size(&dir).map_err(failed)?.ok_or_else(|| ImageError::Missing { path: path.clone() })?;
+        if !opening::is_closed(&dir).map_err(failed)? {
+            return Err(ImageError::StillOpen { path }.into());
+        }
         let (file, _) = sparse::open(&path, OpenOptions::new().read(true))?;
         Ok((file, size.0))
     }
@@ -237,16 +240,18 @@ impl Moving<'_> {
         let from = Mark { at: if journal.complete { size } else { journal.done }, content: journal.content };
         let mut options = OpenOptions::new();
         // Never a new one where the journal says that some of it is there.
-        options.read(true).write(true).create(from.at == 0).truncate(false).mode(0o600);
+        options.read(true).write(from.at < size).create(from.at == 0).truncate(false).mode(0o600);
         let (target, _) = sparse::open(&path, &mut options)?;
-        if from.at == size {
-            self.is_read_back();
-        }
         if from.at == 0 {
             // Of what an earlier try left nobody knows how much is there.
             target.set_len(0).map_err(self.io_error("begin the copy of"))?;
         }
-        target.set_len(size).map_err(self.io_error("size the copy of"))?;
+        if from.at < size {
+            target.set_len(size).map_err(self.io_error("size the copy of"))?;
+        } else {
+            // It may have its name already: nothing of it is touched any more.
+            self.is_read_back();
+        }
         let copy = Copy { source, target: &target, size, progress: self.progress };
         let looked = Mutex::new(Instant::now());
         let mut noted = Instant::now();

@@ -16,7 +16,7 @@ use crate::{
     pool::{
         Pools,
         image::{self, ImageError},
-        sparse,
+        opening, sparse,
     },
 };
 
@@ -32,6 +32,9 @@ impl<'a> Source<'a> {
         let path = held.image();
         let size = image::size(&held.dir()).map_err(failed("look at", &path))?;
         let size = size.ok_or_else(|| ImageError::Missing { path: path.clone() })?;
+        if !opening::is_closed(&held.dir()).map_err(failed("look at", &path))? {
+            return Err(ImageError::StillOpen { path }.into());
+        }
         let (file, _) = sparse::open(&path, OpenOptions::new().read(true))?;
         Ok(Self { held, file, size: size.0 })
     }
