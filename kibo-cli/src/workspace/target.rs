@@ -4,7 +4,7 @@ use kibo_crds::{Workspace, WorkspaceId};
 use kube::{Api, ResourceExt as _, api::ListParams};
 
 use crate::{
-    client::Cluster,
+    client::{Cluster, answered},
     errors::{Error, Kind, Result, Subject},
 };
 
@@ -13,7 +13,7 @@ pub async fn fetch(cluster: &Cluster, name_or_id: &str) -> Result<(Workspace, Su
     let Ok(id) = name_or_id.parse::<WorkspaceId>() else {
         let subject = Subject::namespaced("Workspace", name_or_id, cluster.namespace());
         let workspaces = cluster.namespaced::<Workspace>(cluster.namespace());
-        let workspace = cluster.answered(&subject, workspaces.get(name_or_id)).await?;
+        let workspace = answered(&subject, workspaces.get(name_or_id)).await?;
         return Ok((workspace, subject));
     };
     let workspace = by_id(cluster, id).await?;
@@ -30,12 +30,12 @@ async fn by_id(cluster: &Cluster, id: WorkspaceId) -> Result<Workspace> {
     let named = Subject::cluster("Workspace", &id.to_string());
     let params = ListParams::default().fields(&format!("status.id={id}"));
     let here = cluster.namespaced::<Workspace>(cluster.namespace());
-    let in_here = async || cluster.answered(&named, here.list(&params)).await;
+    let in_here = async || answered(&named, here.list(&params)).await;
     let found = if cluster.explicit_namespace.is_some() {
         in_here().await?
     } else {
         let everywhere = Api::<Workspace>::all(cluster.client.clone());
-        match cluster.answered(&named, everywhere.list(&params)).await {
+        match answered(&named, everywhere.list(&params)).await {
             // Somebody whose rights end at a namespace still finds what is in it.
             Err(error) if error.kind == Kind::NotPermitted => in_here()
                 .await

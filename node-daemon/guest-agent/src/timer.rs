@@ -7,6 +7,7 @@
 use std::fs;
 use std::io;
 
+use kibo_guest_protocol::NO_TIMER;
 use rustix::system::{RebootCommand, reboot};
 
 /// By what has interrupted the CPU since the boot began: a kernel with a timer ticks from its beginning on.
@@ -25,7 +26,7 @@ fn ticks(interrupts: &str) -> Option<u64> {
 
 /// Ends this boot at once, for nothing is in use yet. The host begins another one.
 pub fn boot_anew() -> io::Error {
-    eprintln!("kibo-guest-agent: the kernel found no timer that works, since the host is too busy: booting anew");
+    eprintln!("kibo-guest-agent: {NO_TIMER}, since the host is too busy: booting anew");
     // An orderly way down may wait for a time.
     let _ = fs::write("/proc/sysrq-trigger", "b");
     reboot(RebootCommand::Restart).err().map_or_else(|| io::Error::other("the guest goes on"), io::Error::from)

@@ -62,5 +62,8 @@ const WITH_MASKS: u32 = 4;
 /// The name of the virtio-serial port.
 pub const PORT_NAME: &str = "agent.0";
 
+/// What a guest says on its console, and goes off, where nothing that waits for a time would ever end in it.
+pub const NO_TIMER: &str = "the kernel found no timer that works";
+
 /// How many bytes of entropy [`v1::Configure`] carries.
 pub const ENTROPY_LEN: usize = 64;

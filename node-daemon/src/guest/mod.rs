@@ -14,7 +14,7 @@ use bytes::Bytes;
 use kibo_guest_protocol::v1;
 use tokio::{
     sync::{mpsc, oneshot, watch},
-    time::timeout,
+    time::{Instant, timeout_at},
 };
 
 use crate::{
@@ -121,9 +121,10 @@ impl Guest {
         let (opened, answer) = oneshot::channel();
         let kind = streams::Kind::of(&what);
         self.command(Command::Open { what, opened });
-        let answer = timeout(streams::BEGINS_WITHIN, answer).await.map_err(|_| streams::not_begun())?;
+        let by = Instant::now() + streams::BEGINS_WITHIN;
+        let answer = timeout_at(by, answer).await.map_err(|_| streams::not_begun())?;
         let opened = answer.map_err(|_| streams::unavailable())??;
-        Ok(streams::pump(self.clone(), kind, opened))
+        Ok(streams::pump(self.clone(), kind, opened, by))
     }
 
     /// The guest is going to end: what its streams' clients are told when they end with it. The first word stands.

@@ -7,7 +7,7 @@ use kibo_guest_protocol::{MAX_RUN, MAX_STREAMS, ProcessEnd, v1};
 use kibo_protocol::v1::StreamFailure;
 use tokio::{
     sync::{mpsc, oneshot},
-    time::sleep,
+    time::{Instant, sleep_until},
 };
 
 use super::{Command, ExecId, Guest, Open, pieces::Hearer};
@@ -98,12 +98,13 @@ pub(super) fn too_old() -> StreamError {
 }
 
 /// Moves bytes both ways until the process has ended or nobody wants it any more.
-pub(super) fn pump(guest: Guest, kind: Kind, opened: Opened) -> ExecStream {
+/// It has begun by `by`.
+pub(super) fn pump(guest: Guest, kind: Kind, opened: Opened, by: Instant) -> ExecStream {
     let (input, incoming) = mpsc::channel(CHANNEL);
     let (outgoing, output) = mpsc::channel(CHANNEL);
     let pumped = tokio::spawn(pump_input(guest.clone(), opened.id, incoming));
     tokio::spawn(async move {
-        pump_output(&guest, kind, opened, outgoing).await;
+        pump_output(&guest, kind, opened, by, outgoing).await;
         pumped.abort();
     });
     ExecStream { input, output }
@@ -155,9 +156,9 @@ fn gathered(first: Bytes, incoming: &mut mpsc::Receiver<ExecInput>, next: &mut O
     if pieces.len() == 1 { pieces.swap_remove(0) } else { pieces.concat().into() }
 }
 
-async fn pump_output(guest: &Guest, kind: Kind, mut opened: Opened, outgoing: mpsc::Sender<ExecOutput>) {
+async fn pump_output(guest: &Guest, kind: Kind, mut opened: Opened, by: Instant, outgoing: mpsc::Sender<ExecOutput>) {
     let exec = opened.id;
-    let mut overdue = pin!(sleep(BEGINS_WITHIN));
+    let mut overdue = pin!(sleep_until(by));
     let mut has_begun = false;
     loop {
         let event = tokio::select! {

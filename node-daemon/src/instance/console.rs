@@ -28,7 +28,7 @@ const INIT_DIED: &str = "Attempted to kill init!";
 pub struct ConsoleTail(Arc<Mutex<Vec<u8>>>);
 
 impl ConsoleTail {
-    fn push(&self, data: &[u8]) {
+    pub(super) fn push(&self, data: &[u8]) {
         let mut tail = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         tail.extend_from_slice(data);
         let excess = tail.len().saturating_sub(KEPT);

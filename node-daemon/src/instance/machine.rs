@@ -310,6 +310,10 @@ fn connected(state: State, condition: GuestCondition) -> (State, Vec<Action>) {
         // itself, and nothing else would end it.
         (State::PoweringOff, Unconfigured | Failed(_)) => killed(Ending::stopped()),
         (State::LastSync, Ready) => (State::LastSync, vec![Action::Sync]),
+        (State::Running, Unconfigured) => {
+            let message = "the guest was booted anew by itself, and what ran in it is gone";
+            killed(Ending::new(EndReason::GuestShutdown, message))
+        }
         (state, _) => (state, vec![]),
     }
 }

@@ -143,6 +143,7 @@ fn unexpected_ends_have_distinct_reasons() {
         (State::Configuring { stop: true }, Input::ConfigureFailed("no root".into()), EndReason::GuestConfigureFailed),
         (State::Adopting, Input::Connected(GuestCondition::Failed("no root".into())), EndReason::GuestConfigureFailed),
         (State::Adopting, Input::Connected(GuestCondition::Foreign("inst-x".into())), EndReason::VmmFailed),
+        (State::Running, Input::Connected(GuestCondition::Unconfigured), EndReason::GuestShutdown),
     ] {
         let (next, actions) = play(state.clone(), [input.clone()]);
         assert_eq!(reason(&next), Some(expected), "{state:?} {input:?}");

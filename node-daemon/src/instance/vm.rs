@@ -2,11 +2,17 @@
 
 use std::{
     path::PathBuf,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
-use kibo_guest_protocol::v1::{self as guest, guest_state};
+use kibo_guest_protocol::{
+    NO_TIMER,
+    v1::{self as guest, guest_state},
+};
 use kibo_protocol::v1::{self as protocol, EndReason, instance_event::Kind};
 use tokio::{
     io::AsyncReadExt as _,
@@ -30,6 +36,9 @@ const RECONNECT: Duration = Duration::from_millis(500);
 /// A guest whose kernel finds no timer boots anew, see its agent. That happens where its CPU stands still for long just
 /// then; five times in turn it is something else.
 const BOOTS: u32 = 5;
+/// Between the news that a guest has gone off and its last words.
+const CONSOLE_WITHIN: Duration = Duration::from_secs(2);
+const CONSOLE_LOOK: Duration = Duration::from_millis(20);
 /// QEMU's word for it.
 const GUEST_RESET: &str = "guest-reset";
 /// What QEMU complains about before it goes; more is cut off.
@@ -56,6 +65,8 @@ pub struct RunningVm {
     pub guest: Guest,
     events: mpsc::Receiver<GuestEvent>,
     pub console: ConsoleTail,
+    /// Its agent was heard.
+    heard: Arc<AtomicBool>,
     watchers: Watchers,
 }
 
@@ -76,21 +87,25 @@ impl RunningVm {
         let (qmp, control) = watch::channel(None);
         let console = ConsoleTail::default();
         let (guest, events, conversation) = Guest::converse(sockets.clone(), log, known);
+        let heard = Arc::new(AtomicBool::new(known));
+        let boots = Boots { left: BOOTS, heard: heard.clone(), console: console.clone() };
         let mut watchers = Watchers::default();
         watchers.spawn("process", watch_process(process.clone(), complaints, cgroup, inputs.clone()));
-        watchers.spawn(
-            "control socket",
-            watch_control(sockets.clone(), disks, was_stalled, Boots::of(known), qmp, inputs.clone()),
-        );
+        watchers
+            .spawn("control socket", watch_control(sockets.clone(), disks, was_stalled, boots, qmp, inputs.clone()));
         watchers.spawn("console", console::follow(sockets, directory, console.clone()));
         watchers.spawn("guest", conversation);
-        Self { process, control, guest, events, console, watchers }
+        Self { process, control, guest, events, console, heard, watchers }
     }
 
     /// What the guest did next. Whoever does not ask makes the guest wait.
     pub async fn next_event(&mut self) -> GuestEvent {
         match self.events.recv().await {
-            Some(event) => event,
+            Some(event) => {
+                // Before anybody acts on it: from here on it may be in use.
+                self.heard.store(true, Ordering::SeqCst);
+                event
+            }
             // The conversation is over; that the VM is too is seen at its process.
             None => std::future::pending().await,
         }
@@ -214,26 +229,39 @@ async fn watch_control(
 /// How often a guest may still boot anew by itself, before anything of it has begun.
 struct Boots {
     left: u32,
+    heard: Arc<AtomicBool>,
+    console: ConsoleTail,
 }
 
 impl Boots {
-    /// `known`: its agent was there.
-    const fn of(known: bool) -> Self {
-        Self { left: if known { 0 } else { BOOTS } }
-    }
-
-    /// Boots it once more, if it may.
+    /// Boots it once more, if it may and has said why.
     async fn once_more(&mut self, qmp: &Qmp) -> bool {
         let Some(left) = self.left.checked_sub(1) else { return false };
+        if !self.may().await {
+            return false;
+        }
         self.left = left;
         let boots = qmp.boot_anew().await.unwrap_or_else(|error| {
-            tracing::warn!(%error, "a guest that went off before its agent was there cannot be booted anew");
+            tracing::warn!(%error, "a guest whose kernel found no timer cannot be booted anew");
             false
         });
         if boots {
-            tracing::warn!(left, "a guest went off before its agent was there: it boots anew");
+            tracing::warn!(
+                left,
+                "the kernel of a guest found no timer that works, since this host is too busy: it boots anew"
+            );
         }
         boots
+    }
+
+    /// Whether nothing of it has begun, and it has said that it found no timer. What it said last may be on its way.
+    async fn may(&self) -> bool {
+        let says_so = async {
+            while !self.console.text().contains(NO_TIMER) {
+                tokio::time::sleep(CONSOLE_LOOK).await;
+            }
+        };
+        !self.heard.load(Ordering::SeqCst) && tokio::time::timeout(CONSOLE_WITHIN, says_so).await.is_ok()
     }
 }
 
@@ -245,6 +273,10 @@ async fn listen_to(
     inputs: &mpsc::UnboundedSender<Input>,
 ) {
     let report = |input| drop(inputs.send(input));
+    // An earlier daemon may have been killed while it booted the guest anew.
+    if let Err(error) = qmp.reboots_are_ends().await {
+        tracing::warn!(%error, "a reboot of the guest may go unseen");
+    }
     // What happened while nobody listened.
     match qmp.run_state().await {
         Ok(RunState::Shutdown) => report(Input::Off { by_guest: true, reason: "while the daemon was away".to_owned() }),
@@ -254,6 +286,10 @@ async fn listen_to(
             let found = stall.get_or_insert_with(|| Stall::survived(Instant::now()));
             found.found(disks, failed.as_ref(), Instant::now());
             report(Input::Noticed(Kind::Paused(found.message())));
+        }
+        Ok(RunState::Prelaunch) => {
+            // It may have gone on by itself meanwhile; what does not is seen at the boot's limit.
+            let _ = qmp.resume().await;
         }
         Ok(RunState::Running | RunState::Other) | Err(_) => {}
     }
@@ -350,6 +386,18 @@ mod tests {
             watchers.spawn("test", async { panic!("on purpose") });
             watchers.0.join_all().await;
         });
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_guest_boots_anew_only_before_it_was_heard_and_only_for_want_of_a_timer() {
+        let boots = Boots { left: BOOTS, heard: Arc::default(), console: ConsoleTail::default() };
+        assert!(!boots.may().await, "it says nothing");
+        boots.console.push(b"kibo-guest-agent: something else\n");
+        assert!(!boots.may().await, "it says something else");
+        boots.console.push(format!("kibo-guest-agent: {NO_TIMER}\n").as_bytes());
+        assert!(boots.may().await);
+        boots.heard.store(true, Ordering::SeqCst);
+        assert!(!boots.may().await, "it was heard");
     }
 
     #[test]

@@ -93,6 +93,8 @@ pub enum RunState {
     GuestPanicked,
     /// Paused because a disk has no space.
     IoError,
+    /// Reset, and not let go yet.
+    Prelaunch,
     Other,
 }
 
@@ -155,6 +157,7 @@ impl Qmp {
             Some("shutdown") => RunState::Shutdown,
             Some("guest-panicked") => RunState::GuestPanicked,
             Some("io-error") => RunState::IoError,
+            Some("prelaunch") => RunState::Prelaunch,
             _ => RunState::Other,
         })
     }
@@ -196,8 +199,7 @@ impl Qmp {
         }
         self.execute("set-action", json!({ "reboot": "reset" })).await?;
         let reset = self.execute("system_reset", json!({})).await;
-        // The next reboot ends the VM again.
-        self.execute("set-action", json!({ "reboot": "shutdown" })).await?;
+        self.reboots_are_ends().await?;
         reset?;
         // Not before the reset is done, which QEMU does in its own time.
         let until = tokio::time::Instant::now() + ANSWER_LIMIT;
@@ -208,6 +210,11 @@ impl Qmp {
             tokio::time::sleep(RESET_LOOK).await;
         }
         Ok(true)
+    }
+
+    /// A reboot of the guest is its end, as the command line has it.
+    pub async fn reboots_are_ends(&self) -> Result<(), QmpError> {
+        self.execute("set-action", json!({ "reboot": "shutdown" })).await.map(drop)
     }
 
     /// Ends QEMU. The answer may be lost with it: look at the process.

@@ -15,7 +15,7 @@ use tokio_tungstenite::tungstenite::{self, Message};
 
 use super::path;
 use crate::{
-    client::Cluster,
+    client::{Cluster, answered},
     errors::{Error, Kind, Result, Subject, from_status, root},
 };
 
@@ -74,7 +74,7 @@ pub async fn open(
     let query = form_urlencoded::Serializer::new(String::new()).extend_pairs(query).finish();
     let request = Request::get(format!("{}?{query}", path(subject, subresource))).body(Vec::new());
     let request = request.map_err(|error| Error::invalid(format!("{subject}: {error}")))?;
-    let connection = cluster.answered(subject, cluster.client.connect(request)).await?;
+    let connection = answered(subject, cluster.client.connect(request)).await?;
     if !connection.supports_stream_close() {
         let message = format!("{subject}: the operator is too old: it cannot be told where an input ends");
         return Err(Error::new(Kind::Unavailable, message));

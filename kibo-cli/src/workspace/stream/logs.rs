@@ -19,7 +19,7 @@ use tokio::{
 
 use super::{path, phase, resume::Follower};
 use crate::{
-    client::{Cluster, duration},
+    client::{Cluster, answered, duration},
     errors::{Error, Kind, Result, Subject, root},
     output::{remark, words::enum_word},
     workspace::target,
@@ -82,7 +82,7 @@ impl Log<'_> {
         let query = form_urlencoded::Serializer::new(String::new()).extend_pairs(query).finish();
         let request = Request::get(format!("{}?{query}", path(&self.subject, "log"))).body(Vec::new());
         let request = request.map_err(|error| Error::invalid(format!("{}: {error}", self.subject)))?;
-        Ok(Box::pin(self.cluster.answered(&self.subject, self.cluster.client.request_stream(request)).await?))
+        Ok(Box::pin(answered(&self.subject, self.cluster.client.request_stream(request)).await?))
     }
 
     async fn print(&self, args: &Logs) -> Result<()> {
@@ -231,7 +231,7 @@ impl Log<'_> {
     async fn is_gone(&self, workspace: &Workspace) -> bool {
         let namespace = self.subject.namespace.clone().unwrap_or_default();
         let workspaces = self.cluster.namespaced::<Workspace>(&namespace);
-        let now = self.cluster.answered(&self.subject, workspaces.get_metadata_opt(&self.subject.name)).await;
+        let now = answered(&self.subject, workspaces.get_metadata_opt(&self.subject.name)).await;
         now.is_ok_and(|now| now.is_none_or(|now| now.uid() != workspace.uid()))
     }
 }
