@@ -162,7 +162,7 @@ async fn at_a_terminal(place: Arc<Place>) -> Result<()> {
     for args in [&list[..], &wait] {
         let piped = place.kibo(args).await?;
         let all = piped.stdout + &piped.stderr;
-        ensure!(!all.contains(ESCAPE) && !all.contains("waiting for"), "{all:?}");
+        ensure!(!all.contains(ESCAPE) && !all.contains("waiting for w "), "{all:?}");
     }
     Ok(())
 }
