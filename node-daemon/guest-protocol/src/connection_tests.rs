@@ -282,6 +282,17 @@ fn an_output_is_closed_once() {
 }
 
 #[test]
+fn what_a_guest_says_without_end_is_heard_once() {
+    let (mut host, mut guest) = connected();
+    let stream = host.exec(process(), false).expect("short");
+    for pid in 1..100 {
+        guest.send(v1::ExecStarted { stream_id: stream.get(), pid }).expect("short");
+    }
+    to_host(&mut guest, &mut host);
+    assert_eq!(host_events(&mut host), [HostEvent::ExecStarted { stream, pid: 1 }]);
+}
+
+#[test]
 fn an_abandoned_stream_of_an_old_guest_is_killed_and_reports_only_its_end() {
     let (mut host, mut guest) = connected();
     let stream = host.exec(process(), false).expect("short");

@@ -347,9 +347,10 @@ impl HostConnection {
         Ok(())
     }
 
-    fn started(&self, started: v1::ExecStarted) -> Option<HostEvent> {
+    fn started(&mut self, started: v1::ExecStarted) -> Option<HostEvent> {
         let stream = StreamId(started.stream_id);
-        self.streams.contains_key(&stream).then_some(HostEvent::ExecStarted { stream, pid: started.pid })
+        let state = self.streams.get_mut(&stream)?;
+        (state.start() && !state.abandoned).then_some(HostEvent::ExecStarted { stream, pid: started.pid })
     }
 
     fn failed(&mut self, failed: v1::ExecFailed) -> Result<Option<HostEvent>, Violation> {

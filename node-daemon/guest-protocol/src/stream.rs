@@ -10,6 +10,7 @@ pub(crate) struct Stream {
     /// Not all of the input was taken that was there last.
     pub waits: bool,
     pub abandoned: bool,
+    started: bool,
     stdout: Heard,
     stderr: Heard,
 }
@@ -30,7 +31,15 @@ impl Heard {
 impl Stream {
     pub const fn new(Widths { input, output }: Widths, stdin_open: bool) -> Self {
         let (stdout, stderr) = (Heard::new(output), Heard::new(output));
-        Self { stdin: SendWindow::new(input), stdin_open, waits: false, abandoned: false, stdout, stderr }
+        Self {
+            stdin: SendWindow::new(input),
+            stdin_open,
+            waits: false,
+            abandoned: false,
+            started: false,
+            stdout,
+            stderr,
+        }
     }
 
     /// What of its outputs' windows is taken from what is common.
@@ -40,6 +49,11 @@ impl Stream {
 
     pub fn window(&mut self, output: Output) -> Option<&mut ReceiveWindow> {
         self.heard(output).map(|heard| &mut heard.window)
+    }
+
+    /// The guest began what the stream is of; whether that is news.
+    pub const fn start(&mut self) -> bool {
+        !std::mem::replace(&mut self.started, true)
     }
 
     /// The guest closed an output; whether that is news. It takes nothing of a window, and could be said without end.
