@@ -21,7 +21,7 @@ use crate::{
     guest::{GuestEvent, LogSink},
     instance::{DiskPools, Input, RunningVm, Watched},
     pool::{IMAGE, ImageError, open_image},
-    vmm::{Aio, Disk, Machine, SocketDir, Vmm},
+    vmm::{Aio, Disk, Machine, Rules, SocketDir, Vmm, io_uring_rules},
 };
 
 /// The directory; process and cgroup are named after it too.
@@ -30,8 +30,8 @@ const CACHE: &str = "accelerator.json";
 /// The serial of the disk that the guest reads.
 const DISK: &str = "proof";
 const DISK_SIZE: Bytes = Bytes::mib(1);
-/// Who may use `io_uring`; missing in older kernels, where everybody may. They can be changed at any time.
-const IO_URING: [&str; 2] = ["/proc/sys/kernel/io_uring_disabled", "/proc/sys/kernel/io_uring_group"];
+/// From the hello to a disk that was read, on a host that may be busy.
+const DISK_LIMIT: Duration = Duration::from_secs(60);
 const MEMORY: Bytes = Bytes::mib(256);
 const MEMORY_LIMIT: Bytes = Bytes::mib(320);
 const END_LIMIT: Duration = Duration::from_secs(10);
@@ -67,7 +67,9 @@ struct Circumstances {
     boot_id: String,
     accelerator: String,
     disk_io: String,
-    io_uring: Vec<Option<String>>,
+    io_uring: Rules,
+    uid: u32,
+    gid: u32,
     files: Vec<Identity>,
 }
 
@@ -88,7 +90,9 @@ impl Circumstances {
             boot_id: boot_id.to_owned(),
             accelerator: config.accelerator.to_string(),
             disk_io: config.disk_io.to_string(),
-            io_uring: IO_URING.map(|path| fs::read_to_string(path).ok()).to_vec(),
+            io_uring: io_uring_rules(),
+            uid: config.uid,
+            gid: config.gid,
             files,
         })
     }
@@ -118,7 +122,7 @@ pub async fn prove(vmm: &Vmm, boot_id: &str, limit: Duration) -> Result<Aio, Pro
     let state_dir = vmm.state_dir();
     let directory = state_dir.join(NAME);
     // The rest of a daemon that was killed in the middle; its process is ended by the recovery.
-    clear(vmm, &directory)?;
+    clear(vmm, &directory, &[Aio::IoUring, Aio::Threads])?;
     let circumstances = Circumstances::of(vmm.config(), boot_id)?;
     if let Some(known) = read(state_dir).filter(|known| known.circumstances == circumstances) {
         return Ok(known.disk_io);
@@ -149,14 +153,14 @@ async fn find(vmm: &Vmm, directory: &Path, limit: Duration) -> Result<Aio, Proof
     let unusable = |failure: Failure| ProofError::Unusable { accelerator, problem: failure.problem() };
     let mut refused = None;
     if disk_io != DiskIo::Threads {
-        match attempt(&vmm.trying(Aio::IoUring), directory, limit).await? {
+        match attempt(vmm, directory, limit, Aio::IoUring).await? {
             Ok(()) => return Ok(Aio::IoUring),
             // No other disk makes that guest boot.
             Err(failure @ Failure::Boot(_)) => return Err(unusable(failure)),
             Err(failure) => refused = Some(failure.problem()),
         }
     }
-    attempt(&vmm.trying(Aio::Threads), directory, limit).await?.map_err(unusable)?;
+    attempt(vmm, directory, limit, Aio::Threads).await?.map_err(unusable)?;
     match refused {
         Some(problem) if disk_io == DiskIo::IoUring => return Err(ProofError::NoIoUring { problem }),
         Some(problem) => tracing::info!(problem, "no guest can use io_uring on this host: disks are used by threads"),
@@ -165,10 +169,14 @@ async fn find(vmm: &Vmm, directory: &Path, limit: Duration) -> Result<Aio, Proof
     Ok(Aio::Threads)
 }
 
-async fn attempt(vmm: &Vmm, directory: &Path, limit: Duration) -> Result<Result<(), Failure>, ProofError> {
-    let result = boot(vmm, directory, limit).await;
-    clear(vmm, directory)?;
-    Ok(result)
+async fn attempt(vmm: &Vmm, directory: &Path, limit: Duration, aio: Aio) -> Result<Result<(), Failure>, ProofError> {
+    let result = boot(&vmm.trying(aio), &name(vmm, aio), directory, limit).await;
+    clear(vmm, directory, &[aio])?;
+    Ok(match result {
+        // Later ones use threads then by themselves, and say so.
+        Ok(said) if aio == Aio::IoUring && said.contains(aio.as_str()) => Err(Failure::Disk(said)),
+        result => result.map(drop),
+    })
 }
 
 /// What came of a guest, for people.
@@ -201,7 +209,8 @@ impl Failure {
     }
 }
 
-async fn boot(vmm: &Vmm, directory: &Path, limit: Duration) -> Result<(), Failure> {
+/// Answers what QEMU complained about.
+async fn boot(vmm: &Vmm, name: &str, directory: &Path, limit: Duration) -> Result<String, Failure> {
     let failed = |action: &str, error: &dyn std::fmt::Display| {
         Failure::Boot(format!("failed to {action} {}: {error}", directory.display()))
     };
@@ -209,8 +218,8 @@ async fn boot(vmm: &Vmm, directory: &Path, limit: Duration) -> Result<(), Failur
     let sockets = SocketDir::open(directory).map_err(|error| failed("open", &error))?;
     let disk = disk(directory).map_err(|error| Failure::Boot(error.to_string()))?;
     let started = {
-        let (vmm, sockets) = (vmm.clone(), sockets.clone());
-        tokio::task::spawn_blocking(move || vmm.start(machine(name(&vmm), disk), &sockets)).await
+        let (vmm, sockets, machine) = (vmm.clone(), sockets.clone(), machine(name.to_owned(), disk));
+        tokio::task::spawn_blocking(move || vmm.start(machine, &sockets)).await
     };
     let started = started.map_err(|error| Failure::Boot(error.to_string()))?;
     let started = started.map_err(|error| Failure::Boot(error.to_string()))?;
@@ -218,7 +227,7 @@ async fn boot(vmm: &Vmm, directory: &Path, limit: Duration) -> Result<(), Failur
     let watched = Watched {
         process: std::sync::Arc::new(started.process),
         complaints: Some(started.complaints),
-        cgroup: vmm.cgroup(&name(vmm)),
+        cgroup: vmm.cgroup(name),
         directory: directory.to_owned(),
         sockets,
         disks: DiskPools::default(),
@@ -227,13 +236,14 @@ async fn boot(vmm: &Vmm, directory: &Path, limit: Duration) -> Result<(), Failur
     let mut vm = RunningVm::watch(watched, NoLog, false, &sender);
     let tried = try_out(&mut inputs, &mut vm, limit).await;
     let console = vm.console.text();
+    let mut said = String::new();
     if !matches!(tried, Err(Failure::Exited(_))) {
         vm.kill();
-        if tokio::time::timeout(END_LIMIT, exited(&mut inputs)).await.is_err() {
-            return Err(Failure::Boot("its process cannot be killed".to_owned()));
-        }
+        let ended = tokio::time::timeout(END_LIMIT, exited(&mut inputs)).await;
+        // It may hang with its disk.
+        said = ended.map_err(|_| Failure::Disk("its process cannot be killed".to_owned()))?;
     }
-    tried.map_err(|failure| failure.with(&console))
+    tried.map(|()| said).map_err(|failure| failure.with(&console))
 }
 
 async fn try_out(
@@ -241,9 +251,9 @@ async fn try_out(
     vm: &mut RunningVm,
     limit: Duration,
 ) -> Result<(), Failure> {
-    let silent = |what: &str| format!("its agent did not {what} within {} s", limit.as_secs());
+    let silent = |what: &str, limit: Duration| format!("its agent did not {what} within {} s", limit.as_secs());
     let hello = until(inputs, vm, |event| matches!(event, GuestEvent::Connected(_)));
-    tokio::time::timeout(limit, hello).await.map_err(|_| Failure::Boot(silent("answer")))??;
+    tokio::time::timeout(limit, hello).await.map_err(|_| Failure::Boot(silent("answer", limit)))??;
     // It finds its disk and looks for partitions, and then fails, as there is no root image.
     vm.guest.configure(Configure {
         instance_id: NAME.to_owned(),
@@ -253,9 +263,12 @@ async fn try_out(
         ..Configure::default()
     });
     let configured = until(inputs, vm, |event| matches!(event, GuestEvent::Configured(_)));
-    tokio::time::timeout(limit, configured).await.map_err(|_| Failure::Disk(silent("find its disk")))??;
-    let reads = vm.reads(DISK).await;
-    let reads = reads.map_err(|error| Failure::Disk(format!("nobody knows whether it has read its disk: {error}")))?;
+    let configured = tokio::time::timeout(DISK_LIMIT, configured).await;
+    configured.map_err(|_| Failure::Disk(silent("find its disk", DISK_LIMIT)))??;
+    let unknown = |why: String| Failure::Disk(format!("nobody knows whether it has read its disk: {why}"));
+    let reads = tokio::time::timeout(END_LIMIT, vm.reads(DISK)).await;
+    let reads = reads.map_err(|_| unknown("QEMU does not answer".to_owned()))?;
+    let reads = reads.map_err(|error| unknown(error.to_string()))?;
     if reads.succeeded == 0 || reads.failed > 0 {
         return Err(Failure::Disk(format!("it could not read its disk ({} of its reads failed)", reads.failed)));
     }
@@ -263,10 +276,11 @@ async fn try_out(
 }
 
 /// It is no Instance's id, so a process that a killed daemon left is ended as a stray; and it is another one for each
-/// state directory, since another cluster's node of the same id may prove at the same time.
-fn name(vmm: &Vmm) -> String {
+/// state directory, since another cluster's node of the same id may prove at the same time. One that cannot be killed is in no
+/// later one's way.
+fn name(vmm: &Vmm, aio: Aio) -> String {
     let hash = Sha256::digest(vmm.state_dir().as_os_str().as_bytes());
-    format!("{NAME}-{:02x}{:02x}{:02x}{:02x}", hash[0], hash[1], hash[2], hash[3])
+    format!("{NAME}-{:02x}{:02x}{:02x}{:02x}-{}", hash[0], hash[1], hash[2], hash[3], aio.as_str())
 }
 
 fn machine(name: String, disk: Disk) -> Machine {
@@ -300,17 +314,22 @@ async fn until(
     }
 }
 
-async fn exited(inputs: &mut mpsc::UnboundedReceiver<Input>) {
+/// What QEMU complained about.
+async fn exited(inputs: &mut mpsc::UnboundedReceiver<Input>) -> String {
     while let Some(input) = inputs.recv().await {
-        if matches!(input, Input::Exited { .. }) {
-            return;
+        if let Input::Exited { explanation, .. } = input {
+            return explanation;
         }
     }
+    String::new()
 }
 
-fn clear(vmm: &Vmm, directory: &Path) -> Result<(), ProofError> {
-    let cgroup = vmm.cgroup(&name(vmm)).remove();
-    cgroup.map_err(|error| failed("remove the cgroup of", directory)(io::Error::other(error)))?;
+fn clear(vmm: &Vmm, directory: &Path, of: &[Aio]) -> Result<(), ProofError> {
+    for aio in of {
+        if let Err(error) = vmm.cgroup(&name(vmm, *aio)).remove() {
+            tracing::warn!(%error, "a guest that was tried cannot be cleared away yet");
+        }
+    }
     match fs::remove_dir_all(directory) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", directory)(error)),
         _ => Ok(()),

@@ -26,7 +26,7 @@ use command_fds::{CommandFdExt as _, FdMapping};
 use kibo_crds::{Bytes, MilliCpu, NodeId};
 use tokio::net::unix::pipe;
 
-use crate::config::{Accelerator, VmmConfig};
+use crate::config::{Accelerator, DiskIo, VmmConfig};
 
 pub use cgroup::{Cgroup, CgroupError, Cgroups, Limits};
 pub use command_line::{Acceleration, Aio, DiskShape};
@@ -67,8 +67,8 @@ pub struct Vmm {
     state_dir: PathBuf,
     cgroups: Cgroups,
     acceleration: Acceleration,
-    /// Empty: not known yet, and so threads.
-    aio: Arc<OnceLock<Aio>>,
+    /// And what the kernel said of it then. Empty: not known yet, and so threads.
+    aio: Arc<OnceLock<(Aio, Rules)>>,
     /// Of the device that QEMU has to open itself.
     device_group: Option<u32>,
     launcher: PathBuf,
@@ -141,17 +141,25 @@ impl Vmm {
 
     /// What this host was found to take. The first word stands.
     pub fn use_aio(&self, aio: Aio) {
-        self.aio.get_or_init(|| aio);
+        self.aio.get_or_init(|| (aio, io_uring_rules()));
     }
 
     /// The same with this disk I/O, whatever the others use.
     #[must_use]
     pub fn trying(&self, aio: Aio) -> Self {
-        Self { aio: Arc::new(OnceLock::from(aio)), ..self.clone() }
+        Self { aio: Arc::new(OnceLock::from((aio, io_uring_rules()))), ..self.clone() }
     }
 
+    /// What was found is not believed in any more once the kernel's rules are others: threads work under all of them.
     fn aio(&self) -> Aio {
-        self.aio.get().copied().unwrap_or(Aio::Threads)
+        let Some((aio, rules)) = self.aio.get() else { return Aio::Threads };
+        if *aio == Aio::IoUring && self.config.disk_io != DiskIo::IoUring && *rules != io_uring_rules() {
+            tracing::warn!(
+                "the kernel's rules for io_uring have changed: disks get threads until the daemon is restarted"
+            );
+            return Aio::Threads;
+        }
+        *aio
     }
 
     /// The running program itself, also after its file was replaced by an update.
@@ -249,6 +257,16 @@ impl Vmm {
 /// as disks and sockets took.
 fn boot_cpu(cpu: MilliCpu) -> MilliCpu {
     MilliCpu(cpu.vcpus().saturating_add(1).saturating_mul(1000))
+}
+
+/// Who may use `io_uring`; missing in older kernels, where everybody may.
+const IO_URING: [&str; 2] = ["/proc/sys/kernel/io_uring_disabled", "/proc/sys/kernel/io_uring_group"];
+
+/// What the kernel says of that now. It can be changed at any time.
+pub type Rules = [Option<String>; 2];
+
+pub fn io_uring_rules() -> Rules {
+    IO_URING.map(|path| fs::read_to_string(path).ok())
 }
 
 /// The group that may use KVM, other than root's; QEMU opens the device itself, it takes no descriptor for it.
