@@ -39,6 +39,17 @@ impl Grip {
         }
     }
 
+    /// Whether its process waits in the kernel for what no signal interrupts, as far as that can be seen.
+    pub fn waits_in_kernel(&self) -> bool {
+        let process = self.process.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        process.is_some_and(|process| {
+            process.waits_in_kernel().unwrap_or_else(|error| {
+                tracing::warn!(%error, "what a VM's process does cannot be seen");
+                false
+            })
+        })
+    }
+
     fn holds_a_process(&self) -> bool {
         self.process.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }

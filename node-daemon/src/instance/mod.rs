@@ -12,6 +12,7 @@ mod files;
 mod grip;
 mod launching;
 mod machine;
+mod persisting;
 mod recover;
 mod releasing;
 mod root_image;

@@ -1,24 +1,22 @@
 //! After the end of the VM: nothing of it may be left, and everybody has to know. Every step can be repeated, so a daemon
 //! that is killed in between is no different from a slow one.
 
-use std::{pin::pin, time::Duration};
-
 use kibo_crds::PoolId;
 use kibo_protocol::v1::{Blocked, Ended, ObjectState, ObjectUse, instance_event::Kind};
 
-use super::{Deps, files::InstanceDir, machine::Ending, task::blocking};
+use super::{
+    Deps,
+    files::InstanceDir,
+    machine::Ending,
+    persisting::{PATIENCE, until_succeeded},
+    task::blocking,
+};
 use crate::{
     launch::{GrantedObject, Launch},
-    pool::PoolError,
+    pool::{PoolError, PoolStatus},
     spool::SpoolError,
 };
 
-const RETRY_FIRST: Duration = Duration::from_millis(500);
-const RETRY_LAST: Duration = Duration::from_secs(30);
-/// So many failures in a row are told to the people who wait for the end.
-const TELL_AFTER: u32 = 3;
-/// A step that takes so long hangs with its storage pool: that is no failure, and nobody would hear of it.
-const PATIENCE: Duration = Duration::from_secs(10);
 /// People read it, and it is stored with the Workspace.
 const MESSAGE_LIMIT: usize = 1000;
 
@@ -27,14 +25,16 @@ const MESSAGE_LIMIT: usize = 1000;
 pub async fn release(deps: &Deps, launch: &Launch, directory: &InstanceDir, ending: &Ending) {
     let instance = launch.instance();
     let cgroup = deps.vmm.cgroup(&instance.to_string());
-    until_done("remove the cgroup", launch, Some(deps), || {
+    let step = Step { what: "remove the cgroup", launch, tell: Some(deps), pool: None };
+    step.until_done(|| {
         let cgroup = cgroup.clone();
         move || cgroup.remove()
     })
     .await;
     kibo_failpoint::reach("cgroup-removed").await;
     if let Some(network) = &deps.network {
-        until_succeeded("detach the network", launch, Some(deps), || network.detach(instance)).await;
+        let step = Step { what: "detach the network", launch, tell: Some(deps), pool: None };
+        step.until_succeeded(|| network.detach(instance)).await;
     }
     kibo_failpoint::reach("network-detached").await;
     let mut objects = Vec::new();
@@ -44,8 +44,8 @@ pub async fn release(deps: &Deps, launch: &Launch, directory: &InstanceDir, endi
             move || close(&deps, &launch, &granted)
         };
         let pool = &granted.object.pool;
-        let closed = until_done("release an object", launch, Some(deps), close);
-        let closed = deps.pools.unless_lost([pool], patiently(closed, hangs(deps, launch, pool))).await;
+        let step = Step { what: "release a disk", launch, tell: Some(deps), pool: Some(pool) };
+        let closed = deps.pools.unless_lost([pool], step.until_done(close)).await;
         objects.push(closed.unwrap_or_else(|_lost| given_up(granted)));
         kibo_failpoint::reach("object-released").await;
     }
@@ -53,7 +53,8 @@ pub async fn release(deps: &Deps, launch: &Launch, directory: &InstanceDir, endi
         Ended { reason: ending.reason.into(), message: ending.message.chars().take(MESSAGE_LIMIT).collect(), objects };
     append(deps, launch, Kind::Ended(ended)).await;
     kibo_failpoint::reach("ended-told").await;
-    until_done("remove the directory", launch, None, || {
+    let step = Step { what: "remove the directory", launch, tell: None, pool: None };
+    step.until_done(|| {
         let directory = directory.clone();
         move || directory.remove()
     })
@@ -73,7 +74,8 @@ pub async fn try_append(deps: &Deps, launch: &Launch, kind: Kind) -> Result<(), 
 
 /// Makes an event, however long that takes.
 pub async fn append(deps: &Deps, launch: &Launch, kind: Kind) {
-    until_done("store an event", launch, None, || {
+    let step = Step { what: "store an event", launch, tell: None, pool: None };
+    step.until_done(|| {
         let (deps, launch, kind) = (deps.clone(), launch.clone(), kind.clone());
         move || match deps.spool.append(launch.instance(), &launch.workspace.uid, kind) {
             // An earlier daemon told it and was killed before it could note that.
@@ -101,90 +103,101 @@ fn given_up(granted: &GrantedObject) -> ObjectState {
     ObjectState { uid, epoch, r#use: ObjectUse::Released.into(), size_bytes: None }
 }
 
-/// Waits for a step, and once that takes long tells people what is waited for.
-async fn patiently<T>(step: impl Future<Output = T>, tell: impl Future<Output = ()>) -> T {
-    let mut step = pin!(step);
-    if let Ok(done) = tokio::time::timeout(PATIENCE, &mut step).await {
-        return done;
-    }
-    tell.await;
-    step.await
-}
-
-async fn hangs(deps: &Deps, launch: &Launch, pool: &PoolId) {
-    let problem = deps.pools.get(pool).ok().and_then(|pool| pool.status().problem);
-    let problem = problem.unwrap_or_else(|| "it is slow to answer".to_owned());
-    let problem =
-        format!("a disk is released in storage pool {pool}: {problem}. If that pool is gone for good, declare it lost");
-    blocked(deps, launch, &problem).await;
-}
-
-/// Runs a step on a thread that may block, again and again until it succeeds. With `tell` people hear of a problem that
-/// looks as if it would last: the Workspace waits for it.
-async fn until_done<T, E, S>(what: &'static str, launch: &Launch, tell: Option<&Deps>, mut step: impl FnMut() -> S) -> T
-where
-    T: Send + 'static,
-    E: std::fmt::Display + Send + 'static,
-    S: FnOnce() -> Result<T, E> + Send + 'static,
-{
-    until_succeeded(what, launch, tell, || {
-        let step = tokio::task::spawn_blocking(step());
-        async move {
-            match step.await {
-                Ok(result) => result.map_err(|error| error.to_string()),
-                Err(error) => Err(error.to_string()),
-            }
-        }
-    })
-    .await
-}
-
-/// The same for a step that does not block.
-async fn until_succeeded<T, E: std::fmt::Display, F: Future<Output = Result<T, E>>>(
+/// A step that is tried until it succeeds.
+struct Step<'a> {
     what: &'static str,
-    launch: &Launch,
-    tell: Option<&Deps>,
-    mut step: impl FnMut() -> F,
-) -> T {
-    let mut pause = RETRY_FIRST;
-    let mut failures = 0;
-    loop {
-        let problem = match step().await {
-            Ok(value) => return value,
-            Err(error) => error.to_string(),
-        };
-        tracing::warn!(instance = %launch.instance(), problem, "failed to {what}; trying again");
-        failures += 1;
-        if let Some(deps) = tell.filter(|_| failures == TELL_AFTER) {
-            blocked(deps, launch, &problem).await;
+    launch: &'a Launch,
+    /// The Workspace waits for it: people hear of what looks as if it would last.
+    tell: Option<&'a Deps>,
+    /// Where it may hang.
+    pool: Option<&'a PoolId>,
+}
+
+impl Step<'_> {
+    /// On a thread that may block.
+    async fn until_done<T, E, S>(&self, mut attempt: impl FnMut() -> S) -> T
+    where
+        T: Send + 'static,
+        E: std::fmt::Display + Send + 'static,
+        S: FnOnce() -> Result<T, E> + Send + 'static,
+    {
+        self.until_succeeded(|| {
+            let attempt = tokio::task::spawn_blocking(attempt());
+            async move {
+                match attempt.await {
+                    Ok(result) => result.map_err(|error| error.to_string()),
+                    // In the same words each time: what differs is told anew.
+                    Err(error) if error.is_panic() => Err("the daemon made a mistake, which its log has".to_owned()),
+                    // The runtime ends, and this task with it.
+                    Err(_) => std::future::pending().await,
+                }
+            }
+        })
+        .await
+    }
+
+    async fn until_succeeded<T, E: std::fmt::Display, A>(&self, attempt: impl FnMut() -> A) -> T
+    where
+        A: Future<Output = Result<T, E>>,
+    {
+        until_succeeded(self.what, attempt, || self.hangs(), |message| self.blocked(message)).await
+    }
+
+    fn hangs(&self) -> String {
+        let status = |id| Some(self.tell?.pools.get(id).ok()?.status());
+        hangs(self.what, self.pool.and_then(|id| Some((id, status(id)?))))
+    }
+
+    /// Whether people can read that now.
+    async fn blocked(&self, problem: String) -> bool {
+        let Some(deps) = self.tell else { return true };
+        let message = format!("it has ended, and holds what it had until this is done: {problem}");
+        let blocked = Kind::Blocked(Blocked { message: message.chars().take(MESSAGE_LIMIT).collect() });
+        let told = try_append(deps, self.launch, blocked).await;
+        if let Err(error) = &told {
+            tracing::warn!(instance = %self.launch.instance(), %error, "what an end waits for cannot be told");
         }
-        tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(RETRY_LAST);
+        told.is_ok()
     }
 }
 
-async fn blocked(deps: &Deps, launch: &Launch, problem: &str) {
-    let message = format!("it has ended, and holds what it had until this is done: {problem}");
-    let blocked = Kind::Blocked(Blocked { message: message.chars().take(MESSAGE_LIMIT).collect() });
-    if let Err(error) = try_append(deps, launch, blocked).await {
-        tracing::warn!(instance = %launch.instance(), %error, "what an end waits for cannot be told");
+/// Of an attempt that does not come back. Only of a pool that does not answer can somebody say that it is gone for good.
+fn hangs(what: &str, pool: Option<(&PoolId, PoolStatus)>) -> String {
+    let slow = format!("to {what} takes more than {} s and goes on", PATIENCE.as_secs());
+    match pool {
+        None => slow,
+        Some((id, PoolStatus { problem: None, .. })) => format!("{slow}, in storage pool {id}"),
+        Some((id, PoolStatus { problem: Some(problem), answers: true, .. })) => {
+            format!("{slow}, in storage pool {id}: {problem}")
+        }
+        Some((id, PoolStatus { problem: Some(problem), answers: false, .. })) => {
+            format!("{slow}, in storage pool {id}: {problem}. If that pool is gone for good, declare it lost")
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::cell::Cell;
-
     use super::*;
 
-    #[tokio::test(start_paused = true)]
-    async fn what_hangs_is_told_once_and_waited_for_all_the_same() {
-        let told = Cell::new(0);
-        let takes =
-            |seconds| patiently(tokio::time::sleep(Duration::from_secs(seconds)), async { told.set(told.get() + 1) });
-        takes(9).await;
-        assert_eq!(told.get(), 0);
-        takes(60 * 60).await;
-        assert_eq!(told.get(), 1);
+    /// To declare a pool lost gives up every disk in it.
+    #[test]
+    fn only_of_a_pool_that_does_not_answer_it_is_said_how_to_give_it_up() {
+        let id: PoolId = "far".parse().unwrap();
+        let status = |problem: Option<&str>, answers| {
+            let problem = problem.map(str::to_owned);
+            PoolStatus { uid: None, problem, answers, capacity: None, free: None, used: None, own_mark: None }
+        };
+        let cases = [
+            (None, "to release a disk takes more than 10 s and goes on", false),
+            (Some(status(None, true)), "goes on, in storage pool far", false),
+            (Some(status(Some("read-only"), true)), "goes on, in storage pool far: read-only", false),
+            (Some(status(Some("no answer"), false)), "goes on, in storage pool far: no answer. If", true),
+        ];
+        for (status, words, advises) in cases {
+            let message = hangs("release a disk", status.map(|status| (&id, status)));
+            assert!(message.contains(words), "{message}");
+            assert_eq!(message.contains("declare it lost"), advises, "{message}");
+        }
     }
 }

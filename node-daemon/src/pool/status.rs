@@ -27,6 +27,8 @@ pub struct PoolStatus {
     pub uid: Option<String>,
     /// Why it cannot be used; absent when it can.
     pub problem: Option<String>,
+    /// Whether the newest look at it came back, whatever it found.
+    pub answers: bool,
     pub capacity: Option<Bytes>,
     pub free: Option<Bytes>,
     /// By whatever is on the file system.
@@ -38,11 +40,11 @@ pub struct PoolStatus {
 impl PoolStatus {
     fn unknown() -> Self {
         let problem = Some("the pool's file system does not answer".to_owned());
-        Self::unusable(None, problem)
+        Self { answers: false, ..Self::unusable(None, problem) }
     }
 
     fn unusable(uid: Option<String>, problem: Option<String>) -> Self {
-        Self { uid, problem, capacity: None, free: None, used: None, own_mark: None }
+        Self { uid, problem, answers: true, capacity: None, free: None, used: None, own_mark: None }
     }
 
     /// The same in this life of the node. One that the pool says is dead can take nothing there, and placement is to pass
@@ -101,6 +103,7 @@ impl StatusWatch {
         let (at, mut status) = self.newest.borrow().clone();
         if BootTime::now().since(at) > STALE_AFTER {
             status.problem = PoolStatus::unknown().problem;
+            status.answers = false;
             (status.free, status.used) = (None, None);
         }
         status
@@ -157,6 +160,7 @@ fn look(path: &Path, id: &PoolId, node: &NodeId, pinned: &mut Option<String>) ->
         Ok(image::Space { free, used, capacity }) => PoolStatus {
             uid: Some(marker.uid),
             problem,
+            answers: true,
             capacity: Some(capacity),
             free: Some(free),
             used: Some(used),

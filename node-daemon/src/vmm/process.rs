@@ -2,7 +2,7 @@
 
 use std::{ffi::OsStr, fs, io, os::fd::OwnedFd, os::unix::ffi::OsStrExt as _, path::Path};
 
-use procfs::FromRead as _;
+use procfs::{FromRead as _, process::Stat};
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, WaitIdStatus, pidfd_open, pidfd_send_signal, waitid,
 };
@@ -11,6 +11,8 @@ use tokio::io::unix::AsyncFd;
 
 const PROC: &str = "/proc";
 const NAME_PREFIX: &str = "kibotos";
+/// The kernel's letter for a thread that waits for what no signal interrupts.
+const UNINTERRUPTIBLE: char = 'D';
 
 /// In the environment of every VM: the state directory of its daemon. Two daemons on one host may have the same node id,
 /// each in its own cluster, and neither may take the other's VMs for its own.
@@ -80,6 +82,16 @@ impl VmProcess {
         }
     }
 
+    /// Whether one of its threads waits in the kernel for what no signal interrupts, such as an answer of a disk. One that
+    /// is gone does not.
+    pub fn waits_in_kernel(&self) -> io::Result<bool> {
+        let process = Path::new(PROC).join(self.id.pid.to_string());
+        if unless_gone(start_time(&process))? != Some(self.id.start_time) {
+            return Ok(false);
+        }
+        Ok(unless_gone(a_thread_waits(&process))?.unwrap_or(false))
+    }
+
     /// Returns when the process is gone: all its descriptors are closed, and if it was our child it is reaped.
     pub async fn exited(&self) -> io::Result<Exit> {
         loop {
@@ -137,8 +149,21 @@ fn read(process: &Path, file: &str) -> io::Result<Vec<u8>> {
 }
 
 fn start_time(process: &Path) -> io::Result<u64> {
-    let stat = read(process, "stat")?;
-    procfs::process::Stat::from_read(stat.as_slice()).map(|stat| stat.starttime).map_err(io::Error::other)
+    stat(process).map(|stat| stat.starttime)
+}
+
+fn stat(process: &Path) -> io::Result<Stat> {
+    Stat::from_read(read(process, "stat")?.as_slice()).map_err(io::Error::other)
+}
+
+fn a_thread_waits(process: &Path) -> io::Result<bool> {
+    for thread in fs::read_dir(process.join("task"))? {
+        // Threads come and go while they are listed.
+        if unless_gone(stat(&thread?.path()))?.is_some_and(|stat| stat.state == UNINTERRUPTIBLE) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// The processes of the Instances of one daemon, by its node's id and its state directory: the name of the Instance, and
@@ -262,6 +287,27 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_process_waits_when_one_of_its_threads_does() {
+        let process = tempfile::tempdir().unwrap();
+        let own = fs::read_to_string("/proc/self/stat").unwrap();
+        let (name, numbers) = own.rsplit_once(") ").unwrap();
+        let thread = |id: &str, state: &str| {
+            fs::create_dir_all(process.path().join("task").join(id)).unwrap();
+            fs::write(process.path().join("task").join(id).join("stat"), format!("{name}) {state}{}", &numbers[1..]))
+                .unwrap();
+        };
+        // The first thread has ended, and waits for the others.
+        for (others, expected) in [(["R", "S"], false), (["Z", "R"], false), (["R", "D"], true), (["D", "Z"], true)] {
+            thread("7", "Z");
+            thread("8", others[0]);
+            thread("9", others[1]);
+            assert_eq!(a_thread_waits(process.path()).unwrap(), expected, "{others:?}");
+        }
+        fs::remove_file(process.path().join("task/8/stat")).unwrap();
+        assert!(!a_thread_waits(process.path()).unwrap(), "that thread is gone");
+    }
+
     fn spawn(command: &mut Command) -> VmProcess {
         #[expect(clippy::zombie_processes, reason = "reaping it is what is tested")]
         let child = command.spawn().unwrap();
@@ -271,8 +317,10 @@ mod tests {
     #[tokio::test]
     async fn a_killed_child_is_reaped_with_its_signal() {
         let process = spawn(Command::new("sleep").arg("60"));
+        assert!(VmProcess::open(process.id().pid).unwrap().waits_in_kernel().is_ok());
         process.kill();
         assert_eq!(process.exited().await.unwrap(), Exit::Signal(9));
+        assert!(!process.waits_in_kernel().unwrap(), "it is gone");
         assert!(VmProcess::open(process.id().pid).is_err(), "nothing is left of it");
         process.kill();
     }
