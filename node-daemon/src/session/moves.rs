@@ -18,7 +18,7 @@ use crate::{
     pool::{MoveError, Progress},
 };
 
-/// At once; the others wait, since they would only share the same disks. One needs 6 MiB of memory.
+/// At once; the others wait, since they would only share the same disks. One needs 8 MiB of memory.
 const AT_ONCE: usize = 8;
 const TELL_EVERY: Duration = Duration::from_secs(1);
 /// How soon one that waits hears that it is to stop.
