@@ -350,7 +350,7 @@ impl HostConnection {
     fn started(&mut self, started: v1::ExecStarted) -> Option<HostEvent> {
         let stream = StreamId(started.stream_id);
         let state = self.streams.get_mut(&stream)?;
-        (state.start() && !state.abandoned).then_some(HostEvent::ExecStarted { stream, pid: started.pid })
+        (state.start(started.pid) && !state.abandoned).then_some(HostEvent::ExecStarted { stream, pid: started.pid })
     }
 
     fn failed(&mut self, failed: v1::ExecFailed) -> Result<Option<HostEvent>, Violation> {

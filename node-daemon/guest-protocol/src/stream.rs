@@ -10,7 +10,8 @@ pub(crate) struct Stream {
     /// Not all of the input was taken that was there last.
     pub waits: bool,
     pub abandoned: bool,
-    started: bool,
+    /// Once the guest has begun what it is of.
+    pid: Option<u32>,
     stdout: Heard,
     stderr: Heard,
 }
@@ -31,15 +32,7 @@ impl Heard {
 impl Stream {
     pub const fn new(Widths { input, output }: Widths, stdin_open: bool) -> Self {
         let (stdout, stderr) = (Heard::new(output), Heard::new(output));
-        Self {
-            stdin: SendWindow::new(input),
-            stdin_open,
-            waits: false,
-            abandoned: false,
-            started: false,
-            stdout,
-            stderr,
-        }
+        Self { stdin: SendWindow::new(input), stdin_open, waits: false, abandoned: false, pid: None, stdout, stderr }
     }
 
     /// What of its outputs' windows is taken from what is common.
@@ -52,8 +45,8 @@ impl Stream {
     }
 
     /// The guest began what the stream is of; whether that is news.
-    pub const fn start(&mut self) -> bool {
-        !std::mem::replace(&mut self.started, true)
+    pub const fn start(&mut self, pid: u32) -> bool {
+        self.pid.replace(pid).is_none()
     }
 
     /// The guest closed an output; whether that is news. It takes nothing of a window, and could be said without end.
