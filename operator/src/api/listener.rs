@@ -25,6 +25,9 @@ use super::front_proxy::{Certificate, CurrentTrust, Trust};
 
 /// A client that does not finish its handshake or its request's head in this time is dropped.
 const HANDSHAKE: Duration = Duration::from_secs(10);
+/// So long a new connection waits until it is known whom to trust, which takes a moment after a change of the leader: one
+/// that is not asked for its certificate could never say who it is.
+const TRUST_WITHIN: Duration = Duration::from_secs(5);
 /// A client that answers no ping is gone.
 const KEEP_ALIVE: Duration = Duration::from_secs(20);
 /// How long a connection may take to end when the server does; the Lease waits for it.
@@ -52,10 +55,10 @@ pub async fn serve(
         };
         match accepted {
             Ok((socket, _)) => {
-                let (serving, trust) = (serving.clone(), trust.borrow().clone());
+                let (serving, trust) = (serving.clone(), trust.clone());
                 let (router, stop) = (router.clone(), stop.clone());
                 connections.spawn(async move {
-                    if let Err(error) = connection(socket, &serving, trust.as_deref(), router, stop).await {
+                    if let Err(error) = connection(socket, &serving, trust, router, stop).await {
                         tracing::debug!(error, "connection to the API ended");
                     }
                 });
@@ -74,13 +77,17 @@ pub async fn serve(
 async fn connection(
     socket: TcpStream,
     serving: &ServingCertificate,
-    trust: Option<&Trust>,
+    mut trust: CurrentTrust,
     router: Router,
     stop: CancellationToken,
 ) -> Result<(), String> {
     // Small frames of a terminal must not wait for one another.
     socket.set_nodelay(true).map_err(|error| error.to_string())?;
-    let acceptor = TlsAcceptor::from(Arc::new(tls(serving, trust)?));
+    let known = tokio::select! {
+        known = timeout(TRUST_WITHIN, known(&mut trust)) => known.ok(),
+        () = stop.cancelled() => return Ok(()),
+    };
+    let acceptor = TlsAcceptor::from(Arc::new(tls(serving, known.as_deref())?));
     let stream = timeout(HANDSHAKE, acceptor.accept(socket))
         .await
         .map_err(|_| "no TLS handshake in time".to_owned())?
@@ -92,12 +99,22 @@ async fn connection(
     let serve = builder.serve_connection_with_upgrades(TokioIo::new(stream), TowerToHyperService::new(router));
     let mut serve = std::pin::pin!(serve);
     tokio::select! {
-        result = serve.as_mut() => result.map_err(|error| error.to_string()),
-        () = stop.cancelled() => {
-            serve.as_mut().graceful_shutdown();
-            let ended = timeout(FAREWELL, serve).await.map_err(|_| "still busy at the end".to_owned())?;
-            ended.map_err(|error| error.to_string())
-        }
+        result = serve.as_mut() => return result.map_err(|error| error.to_string()),
+        () = stop.cancelled() => {}
+        _ = self::known(&mut trust), if known.is_none() => {}
+    }
+    serve.as_mut().graceful_shutdown();
+    let ended = timeout(FAREWELL, serve).await.map_err(|_| "still busy at the end".to_owned())?;
+    ended.map_err(|error| error.to_string())
+}
+
+/// Whom to trust, as soon as that is known.
+async fn known(trust: &mut CurrentTrust) -> Arc<Trust> {
+    let known = trust.wait_for(Option::is_some).await.ok().and_then(|known| known.clone());
+    match known {
+        Some(known) => known,
+        // The server ends.
+        None => std::future::pending().await,
     }
 }
 

@@ -187,7 +187,9 @@ async fn authenticate(
     next: Next,
 ) -> Result<Response, ApiError> {
     let trust = server.trust.borrow().clone();
-    let trust = trust.ok_or(ApiError::Unauthenticated("the operator does not know which server that is"))?;
+    let trust = trust.ok_or_else(|| {
+        ApiError::Unavailable("the operator does not know yet which API server may ask it".to_owned())
+    })?;
     let user = trust.user(certificate.as_ref(), request.headers())?;
     request.extensions_mut().insert(user);
     Ok(next.run(request).await)
