@@ -67,7 +67,7 @@ pub struct Decision {
     /// Where the image is from now on; `None`: it stays where it is.
     pub pool: Option<PoolId>,
     pub action: Option<Action>,
-    /// It is as it is stored: its next step depends on what is about to be stored elsewhere.
+    /// Nothing of this counts: it depends on what is about to be stored elsewhere, and is to be decided again soon.
     pub is_undecided: bool,
 }
 

@@ -63,8 +63,7 @@ pub struct Decision {
     pub action: Action,
     /// Beside it, for its move.
     pub moving: Option<moving::Action>,
-    /// A growth or a move depends on what is about to be stored elsewhere: it is left as it is stored, and is to be decided
-    /// again soon.
+    /// Nothing of this counts: it depends on what is about to be stored elsewhere, and is to be decided again soon.
     pub is_undecided: bool,
 }
 
@@ -72,6 +71,8 @@ impl Decision {
     fn only(action: Action) -> Self {
         Self { status: None, action, moving: None, is_undecided: false }
     }
+
+    const UNDECIDED: Self = Self { status: None, action: Action::Rest, moving: None, is_undecided: true };
 }
 
 pub fn decide(sight: &Sight<'_>) -> Decision {
@@ -106,10 +107,9 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
     {
         status.set_right(right);
     }
-    let grown = grow(sight, &mut status);
-    let moved = advance_move(sight, &mut status, is_deleting);
-    let is_undecided = grown.is_err() || moved.is_err();
-    let moving = moved.unwrap_or(None);
+    let (Ok(()), Ok(moving)) = (grow(sight, &mut status), advance_move(sight, &mut status, is_deleting)) else {
+        return Decision::UNDECIDED;
+    };
     let is_moving = moving::is_open(status.r#move.as_ref());
     let (action, wait) = if !is_deleting && was_made_for_nobody(sight, &status) {
         (Action::Withdraw, None)
@@ -122,14 +122,13 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
     } else {
         (settle(sight, &status), None)
     };
-    let decision = match moving {
+    match moving {
         Some(moving::Action::Settle { holder }) if action == Action::Rest => {
             finish(sight, status, Action::Settle { holder }, wait, None)
         }
         Some(moving::Action::Settle { .. }) => finish(sight, status, action, wait, None),
         moving => finish(sight, status, action, wait, moving),
-    };
-    Decision { is_undecided, ..decision }
+    }
 }
 
 /// Made for a Workspace that went before it was bound, and never granted: there are no bytes of it anywhere.

@@ -77,6 +77,9 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
     let more = |decided: &Decision| more(&volume, decided.status.as_deref());
     let (decided, claim) = world.ledger.in_turn(&*volume, || decide::decide(&sight), more);
     let Decision { status, action, moving, is_undecided } = decided;
+    if is_undecided {
+        return Ok(await_others().await);
+    }
     let mut wrote = false;
     if let Some(status) = status {
         tracing::debug!(phase = ?status.phase, ?action, "status");
@@ -109,7 +112,6 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
     };
     match act(world, &volume, action).await? {
         Step::Rest if wrote => Ok(Step::Again),
-        Step::Rest if is_undecided => Ok(await_others().await),
         Step::Rest => Ok(moves),
         step => Ok(step),
     }

@@ -58,7 +58,7 @@ pub struct Draft<'a> {
     pub workspace: &'a Workspace,
     pub status: WorkspaceStatus,
     pub notices: Vec<Notice>,
-    /// A growth or a move is left as it is stored: it depends on what is about to be stored elsewhere.
+    /// Nothing of it counts: it depends on what is about to be stored elsewhere, and is to be worked out again.
     pub is_undecided: bool,
     now: Time,
     wait: Option<Wait>,

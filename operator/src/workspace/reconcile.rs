@@ -100,6 +100,9 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
     let more = |decided: &Decision| more(&workspace, decided.outcome.status.as_deref());
     let (decided, claim) = world.ledger.in_turn(&*workspace, || decide::decide(&sight), more);
     let Decision { outcome, action, moving, word, is_undecided } = decided;
+    if is_undecided {
+        return Ok(await_others().await);
+    }
     let (mut workspace, mut wrote, mut unsaid) = (workspace, false, None);
     if let Some(status) = outcome.status {
         let is_first_start = matches!(action, Action::Start(_)) && workspace.status.is_none();
@@ -167,9 +170,6 @@ async fn step(world: &Arc<World>, key: &Key) -> Result<Step, StepError> {
     let rests = matches!(step, Step::Rest | Step::After(_));
     if matches!(step, Step::Rest) && wrote {
         return Ok(Step::Again);
-    }
-    if rests && is_undecided {
-        return Ok(await_others().await);
     }
     let is_pending = !workspace.is_power_request_consumed()
         && workspace.power_request().state == PowerState::Running

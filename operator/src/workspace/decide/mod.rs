@@ -110,8 +110,7 @@ pub struct Decision {
     pub moving: Option<moving::Action>,
     /// Before it, to whoever asked for a transfer.
     pub word: Option<Action>,
-    /// A growth or a move depends on what is about to be stored elsewhere: it is left as it is stored, and is to be decided
-    /// again soon.
+    /// Nothing of this counts: it depends on what is about to be stored elsewhere, and is to be decided again soon.
     pub is_undecided: bool,
 }
 
@@ -165,10 +164,6 @@ pub fn decide(sight: &Sight<'_>) -> Decision {
             }
         }
         moving => decision.moving = moving,
-    }
-    if decision.is_undecided && matches!(decision.action, Action::Start(_)) {
-        // With which size is not known.
-        decision.action = Action::Rest;
     }
     match transfer {
         Some(action) if decision.action == Action::Rest => decision.action = action,

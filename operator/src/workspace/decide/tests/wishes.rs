@@ -63,20 +63,6 @@ fn what_depends_on_what_others_are_about_to_take_is_not_decided() {
     let workspace = asking("3Gi", Some("grow"));
     assert!(look(&workspace, &Facts { room: contested, ..online() }).is_undecided);
     assert!(!look(&workspace, &with_room(2047)).is_undecided && !look(&workspace, &with_room(2048)).is_undecided);
-
-    // What does not depend on it does not wait for it.
-    let mut starts = workspace.clone();
-    starts.spec.power = Some(request(PowerState::Running, "start"));
-    let waits = look(&starts, &Facts { room: contested, ..online() });
-    assert!(waits.is_undecided && !matches!(waits.action, Action::Start(_)), "with which size is not known: {waits:?}");
-    let mut ran = workspace;
-    let dead = Holder { node: node("a"), incarnation: Incarnation(1), epoch: Epoch(1), idle: false };
-    let stored = ran.status.as_mut().unwrap();
-    (stored.holder, stored.epoch) = (Some(dead), Some(Epoch(1)));
-    let voids = vec![(node("a"), Incarnation(1), Void::Isolated)];
-    let lost = look(&ran, &Facts { room: contested, voids, ..Facts::default() });
-    assert!(lost.is_undecided && status(&lost).holder.is_none(), "{lost:?}");
-    assert_eq!((status(&lost).writable_layer.as_ref().unwrap().grow_to, unmet(status(&lost), "Resized")), (None, None));
 }
 
 #[test]
