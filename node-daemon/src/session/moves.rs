@@ -42,7 +42,8 @@ struct Running {
 }
 
 impl Running {
-    /// With a pool that was declared lost it may hang for good, and writes nothing any more to either of them.
+    /// With a pool that was declared lost it may hang for good. What it has begun to write it may write yet, to a copy of its
+    /// own: what that becomes is looked at under the object's lock.
     fn goes_on(&self, is_lost: impl Fn(&PoolId) -> bool) -> bool {
         !is_lost(&self.from) && !is_lost(&self.to)
     }

@@ -41,7 +41,8 @@ struct Running {
 }
 
 impl Running {
-    /// With a pool that was declared lost it may hang for good, and writes nothing any more to any of them.
+    /// With a pool that was declared lost it may hang for good. What it has begun to write it may write yet, to a copy of its
+    /// own: what that becomes is looked at under the object's lock.
     fn goes_on(&self, is_lost: impl Fn(&PoolId) -> bool) -> bool {
         !self.pools.iter().any(is_lost)
     }
@@ -102,10 +103,10 @@ impl Transfers {
     }
 
     /// From now on it can be stopped; dropped, it has ended.
-    fn begin(self: &Arc<Self>, disks: &Disks) -> Result<Begun, StreamError> {
+    fn begin(self: &Arc<Self>, disks: &Disks, is_lost: impl Fn(&PoolId) -> bool) -> Result<Begun, StreamError> {
         let (number, stop) = (rand::random(), CancellationToken::new());
         let mut running = self.lock();
-        if running.len() >= MOST {
+        if running.iter().filter(|running| running.goes_on(&is_lost)).count() >= MOST {
             let message = format!("{MOST} transfers run on this node, which are the most: try again when one is over");
             return Err(StreamError { failure: v1::StreamFailure::TooMany, message });
         }
@@ -183,7 +184,7 @@ fn begin<I: InstanceControl>(
     disks: Disks,
     work: impl FnOnce(&Disks, &CancellationToken, Input, Output) -> Result<(), TransferError> + Send + 'static,
 ) -> Result<Transfer, StreamError> {
-    let begun = node.transfers.begin(&disks)?;
+    let begun = node.transfers.begin(&disks, node.is_lost())?;
     let stop = begun.stop.clone();
     let ((input, from), (to, output)) = (mpsc::channel(PIECES), mpsc::channel(PIECES));
     tokio::task::spawn_blocking(move || {

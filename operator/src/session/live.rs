@@ -1,7 +1,7 @@
 //! One live session: what the node said last, and the way to it.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::BTreeMap,
     sync::{Arc, Mutex, MutexGuard},
     time::{Duration, Instant},
 };
@@ -13,10 +13,13 @@ use kibo_crds::{
     overcommit_policy::MemoryTightThresholds,
 };
 use kibo_protocol::v1::{self, to_node};
-use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::sync::{Notify, mpsc};
 use tokio_util::sync::CancellationToken;
 
-use super::clock::{Clock, Moment};
+use super::{
+    clock::{Clock, Moment},
+    questions::Questions,
+};
 use crate::{
     clock::now,
     leader::History,
@@ -192,10 +195,10 @@ pub struct Session {
     outbound: mpsc::Sender<v1::ToNode>,
     state: Mutex<State>,
     ending: Mutex<Option<Ending>>,
-    offers: Mutex<HashMap<String, oneshot::Sender<OfferAnswer>>>,
-    commands: Mutex<HashMap<String, oneshot::Sender<v1::ObjectResult>>>,
-    looks: Mutex<HashMap<String, oneshot::Sender<v1::FenceSeen>>>,
-    listings: Mutex<HashMap<String, oneshot::Sender<v1::PoolListing>>>,
+    pub offers: Questions<OfferAnswer>,
+    pub commands: Questions<v1::ObjectResult>,
+    pub looks: Questions<v1::FenceSeen>,
+    pub listings: Questions<v1::PoolListing>,
 }
 
 /// Everything that a session is made from.
@@ -279,10 +282,10 @@ impl Session {
                 owed: None,
             }),
             ending: Mutex::default(),
-            offers: Mutex::default(),
-            commands: Mutex::default(),
-            looks: Mutex::default(),
-            listings: Mutex::default(),
+            offers: Questions::default(),
+            commands: Questions::default(),
+            looks: Questions::default(),
+            listings: Questions::default(),
         };
         (session, queue)
     }
@@ -362,71 +365,14 @@ impl Session {
     /// Ends the session without a word: the connection is gone. Whoever waits for an answer learns it at once.
     pub fn close(&self) {
         self.over.cancel();
-        lock(&self.offers).clear();
-        lock(&self.commands).clear();
-        lock(&self.looks).clear();
-        lock(&self.listings).clear();
+        self.offers.close();
+        self.commands.close();
+        self.looks.close();
+        self.listings.close();
     }
 
     pub fn ending(&self) -> Option<Ending> {
         lock(&self.ending).clone()
-    }
-
-    pub fn expect_offer(&self, offer_id: &str) -> oneshot::Receiver<OfferAnswer> {
-        let (answer, receiver) = oneshot::channel();
-        lock(&self.offers).insert(offer_id.to_owned(), answer);
-        receiver
-    }
-
-    /// Hands over the answer to an offer; `false` when nobody waits for it any more.
-    pub fn answer_offer(&self, offer_id: &str, answer: OfferAnswer) -> bool {
-        lock(&self.offers).remove(offer_id).is_some_and(|waiting| waiting.send(answer).is_ok())
-    }
-
-    pub fn forget_offer(&self, offer_id: &str) {
-        lock(&self.offers).remove(offer_id);
-    }
-
-    pub fn expect_command(&self, command_id: &str) -> oneshot::Receiver<v1::ObjectResult> {
-        let (answer, receiver) = oneshot::channel();
-        lock(&self.commands).insert(command_id.to_owned(), answer);
-        receiver
-    }
-
-    pub fn answer_command(&self, result: v1::ObjectResult) -> bool {
-        lock(&self.commands).remove(&result.command_id).is_some_and(|waiting| waiting.send(result).is_ok())
-    }
-
-    pub fn forget_command(&self, command_id: &str) {
-        lock(&self.commands).remove(command_id);
-    }
-
-    pub fn expect_look(&self, look_id: &str) -> oneshot::Receiver<v1::FenceSeen> {
-        let (answer, receiver) = oneshot::channel();
-        lock(&self.looks).insert(look_id.to_owned(), answer);
-        receiver
-    }
-
-    pub fn answer_look(&self, seen: v1::FenceSeen) -> bool {
-        lock(&self.looks).remove(&seen.look_id).is_some_and(|waiting| waiting.send(seen).is_ok())
-    }
-
-    pub fn forget_look(&self, look_id: &str) {
-        lock(&self.looks).remove(look_id);
-    }
-
-    pub fn expect_listing(&self, list_id: &str) -> oneshot::Receiver<v1::PoolListing> {
-        let (answer, receiver) = oneshot::channel();
-        lock(&self.listings).insert(list_id.to_owned(), answer);
-        receiver
-    }
-
-    pub fn answer_listing(&self, listing: v1::PoolListing) -> bool {
-        lock(&self.listings).remove(&listing.list_id).is_some_and(|waiting| waiting.send(listing).is_ok())
-    }
-
-    pub fn forget_listing(&self, list_id: &str) {
-        lock(&self.listings).remove(list_id);
     }
 
     /// Puts the labels of the Node over those of its host. Returns whether anything changed.
@@ -623,40 +569,5 @@ impl NewSession {
 }
 
 #[cfg(test)]
-mod tests {
-    use futures::FutureExt as _;
-
-    use super::*;
-
-    #[test]
-    fn a_session_is_looked_at_often_only_while_something_is_awaited() {
-        let (session, _queue) = Session::new(NewSession::plain("a".parse().unwrap(), Incarnation(1)));
-        let is_soon = || {
-            let now = Instant::now();
-            session.next_look(now) == now + LOOK_EVERY
-        };
-        let was_stirred = || session.stirred().now_or_never().is_some();
-        session.acknowledge();
-        assert!(is_soon(), "its settings are not confirmed");
-        assert!(session.confirm_settings(1) && is_soon(), "its clock was never measured");
-        assert!(session.probe_clock().is_none());
-        for probe in 1..=4 {
-            assert!(is_soon(), "a probe is under way");
-            let now = u64::try_from(Moment::now().unix_nanos).unwrap();
-            let reading = v1::ClockReading {
-                probe,
-                received_unix_nanos: now,
-                sent_unix_nanos: now,
-                ..v1::ClockReading::default()
-            };
-            session.take_clock(&reading);
-        }
-        assert!(!is_soon() && !was_stirred());
-
-        let draining = Settings { drain: true, ..Settings::default() };
-        assert!(session.push_settings(draining, 2) && was_stirred() && is_soon());
-        assert!(session.confirm_settings(2) && !is_soon());
-        assert!(session.send(to_node::Message::TearDown(v1::TearDown::default())));
-        assert!(was_stirred() && is_soon(), "it owes the node a moment to remember");
-    }
-}
+#[path = "live_tests.rs"]
+mod tests;

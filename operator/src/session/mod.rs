@@ -8,6 +8,7 @@ mod inbound;
 mod lanes;
 pub(crate) mod live;
 mod open;
+mod questions;
 mod registry;
 mod serve;
 mod server;

@@ -13,7 +13,10 @@ use tokio::sync::watch;
 
 use crate::node::{InstanceUsage, Refused};
 
-use super::live::{Capacity, DeclaredPool, LastReport, OfferAnswer, Session, Settings};
+use super::{
+    live::{Capacity, DeclaredPool, LastReport, OfferAnswer, Session, Settings},
+    questions::{Questions, Unanswered},
+};
 
 /// A node answers an offer from memory; much longer than that means that it is stuck.
 const OFFER_TIMEOUT: Duration = Duration::from_secs(3);
@@ -189,21 +192,20 @@ impl Registry {
     pub async fn offer(&self, node: &NodeId, offer: v1::Offer) -> Result<Accepted, OfferFailure> {
         let session = self.get(node).ok_or_else(|| OfferFailure::NoSession(node.clone()))?;
         let mut pending = PendingOffer { session: &session, offer_id: offer.offer_id.clone(), settled: false };
-        let answer = session.expect_offer(&offer.offer_id);
+        let mut asked = session.offers.expect(&offer.offer_id);
         if !session.send(to_node::Message::Offer(offer)) {
             pending.settled = true;
-            session.forget_offer(&pending.offer_id);
             return Err(OfferFailure::SessionLost(node.clone()));
         }
         kibo_failpoint::reach("offer-sent").await;
-        match tokio::time::timeout(OFFER_TIMEOUT, answer).await {
-            Err(_) => Err(OfferFailure::Timeout(node.clone())),
-            Ok(Err(_)) => Err(OfferFailure::SessionLost(node.clone())),
-            Ok(Ok(OfferAnswer::Refused { reason, message })) => {
+        match asked.answered(OFFER_TIMEOUT).await {
+            Err(Unanswered::Late) => Err(OfferFailure::Timeout(node.clone())),
+            Err(Unanswered::SessionLost) => Err(OfferFailure::SessionLost(node.clone())),
+            Ok(OfferAnswer::Refused { reason, message }) => {
                 pending.settled = true;
                 Err(OfferFailure::Refused { reason, message })
             }
-            Ok(Ok(OfferAnswer::Accepted)) => {
+            Ok(OfferAnswer::Accepted) => {
                 pending.settled = true;
                 session.state().last_assigned = Some(Instant::now());
                 Ok(Accepted { incarnation: session.incarnation, session_id: session.id.clone() })
@@ -235,19 +237,7 @@ impl Registry {
             }
             ObjectCommand::Discard(discard) => (discard.command_id.clone(), to_node::Message::DiscardCopy(discard)),
         };
-        let answer = session.expect_command(&id);
-        if !session.send(message) {
-            session.forget_command(&id);
-            return Err(CommandFailure::SessionLost(node.clone()));
-        }
-        match tokio::time::timeout(COMMAND_TIMEOUT, answer).await {
-            Ok(Ok(result)) => Ok(result),
-            Ok(Err(_)) => Err(CommandFailure::SessionLost(node.clone())),
-            Err(_) => {
-                session.forget_command(&id);
-                Err(CommandFailure::Timeout(node.clone()))
-            }
-        }
+        ask(&session, &session.commands, &id, message, COMMAND_TIMEOUT).await
     }
 
     /// What a member of a pool sees of another node's fence file there, read afresh.
@@ -259,17 +249,9 @@ impl Registry {
     ) -> Result<Option<v1::fence_seen::Result>, CommandFailure> {
         let session = self.get(member).ok_or_else(|| NoSession(member.clone()))?;
         let look_id = ulid::Ulid::new().to_string();
-        let answer = session.expect_look(&look_id);
         let look = v1::LookAtFence { look_id: look_id.clone(), pool: pool.to_string(), node_id: of.to_string() };
-        session.send(to_node::Message::LookAtFence(look));
-        match tokio::time::timeout(LOOK_TIMEOUT, answer).await {
-            Ok(Ok(seen)) => Ok(seen.result),
-            Ok(Err(_)) => Err(CommandFailure::SessionLost(member.clone())),
-            Err(_) => {
-                session.forget_look(&look_id);
-                Err(CommandFailure::Timeout(member.clone()))
-            }
-        }
+        let seen = ask(&session, &session.looks, &look_id, to_node::Message::LookAtFence(look), LOOK_TIMEOUT).await;
+        seen.map(|seen| seen.result)
     }
 
     /// A page of what a member finds in a pool, in the order of the names, after one of them.
@@ -283,17 +265,8 @@ impl Registry {
     ) -> Result<v1::PoolListing, CommandFailure> {
         let session = self.get_in(member, incarnation)?;
         let list_id = ulid::Ulid::new().to_string();
-        let answer = session.expect_listing(&list_id);
         let list = v1::ListPool { list_id: list_id.clone(), pool: pool.to_string(), after: after.to_owned(), limit };
-        session.send(to_node::Message::ListPool(list));
-        match tokio::time::timeout(COMMAND_TIMEOUT, answer).await {
-            Ok(Ok(listing)) => Ok(listing),
-            Ok(Err(_)) => Err(CommandFailure::SessionLost(member.clone())),
-            Err(_) => {
-                session.forget_listing(&list_id);
-                Err(CommandFailure::Timeout(member.clone()))
-            }
-        }
+        ask(&session, &session.listings, &list_id, to_node::Message::ListPool(list), COMMAND_TIMEOUT).await
     }
 
     pub(crate) fn get(&self, node: &NodeId) -> Option<Arc<Session>> {
@@ -416,6 +389,24 @@ impl Drop for InWork {
     }
 }
 
+/// Asks a node, and waits for its answer.
+async fn ask<T>(
+    session: &Session,
+    questions: &Questions<T>,
+    id: &str,
+    message: to_node::Message,
+    within: Duration,
+) -> Result<T, CommandFailure> {
+    let mut asked = questions.expect(id);
+    if !session.send(message) {
+        return Err(CommandFailure::SessionLost(session.node.clone()));
+    }
+    asked.answered(within).await.map_err(|why| match why {
+        Unanswered::Late => CommandFailure::Timeout(session.node.clone()),
+        Unanswered::SessionLost => CommandFailure::SessionLost(session.node.clone()),
+    })
+}
+
 /// Takes an offer back whose answer nobody will see.
 struct PendingOffer<'a> {
     session: &'a Session,
@@ -426,7 +417,6 @@ struct PendingOffer<'a> {
 impl Drop for PendingOffer<'_> {
     fn drop(&mut self) {
         if !self.settled {
-            self.session.forget_offer(&self.offer_id);
             self.session.send(to_node::Message::Revoke(v1::Revoke { offer_id: self.offer_id.clone() }));
         }
     }

@@ -265,12 +265,14 @@ async fn handle(
             tracing::warn!(node = %session.node, "a second hello in one session is ignored");
         }
         from_node::Message::FenceSeen(seen) => {
-            if !session.answer_look(seen) {
+            let look_id = seen.look_id.clone();
+            if !session.looks.answer(&look_id, seen) {
                 tracing::debug!(node = %session.node, "a look at a fence that nobody waits for any more");
             }
         }
         from_node::Message::PoolListing(listing) => {
-            if !session.answer_listing(listing) {
+            let list_id = listing.list_id.clone();
+            if !session.listings.answer(&list_id, listing) {
                 tracing::debug!(node = %session.node, "a list of a pool that nobody waits for any more");
             }
         }
@@ -285,11 +287,11 @@ async fn handle(
         // That it came is all that it says.
         from_node::Message::Heartbeat(_) => {}
         from_node::Message::Accept(accept) => {
-            session.answer_offer(&accept.offer_id, OfferAnswer::Accepted);
+            session.offers.answer(&accept.offer_id, OfferAnswer::Accepted);
         }
         from_node::Message::Refuse(refuse) => {
             let answer = OfferAnswer::Refused { reason: refuse.reason(), message: refuse.message };
-            session.answer_offer(&refuse.offer_id, answer);
+            session.offers.answer(&refuse.offer_id, answer);
         }
         from_node::Message::Events(batch) => {
             // A daemon has fewer on the way than there is room for, so it never waits here. Whoever has more is not
@@ -319,7 +321,8 @@ async fn handle(
             }
         }
         from_node::Message::ObjectResult(result) => {
-            if !session.answer_command(result) {
+            let command_id = result.command_id.clone();
+            if !session.commands.answer(&command_id, result) {
                 tracing::debug!(node = %session.node, "the result of a command that nobody waits for any more");
             }
         }

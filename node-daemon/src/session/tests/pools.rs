@@ -27,6 +27,12 @@ fn hanging(path: &Path) {
     mknodat(CWD, path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
 }
 
+/// Somebody who takes over from this node says so in a pool.
+fn mark_dead(pool: &crate::pool::Pool, dead: Incarnation) {
+    pool.mark_dead(&"node-a".parse().unwrap(), dead);
+    pool.look_again();
+}
+
 fn move_object(epoch: u64, to: &str) -> ToNode {
     let object = v1::Object { must_exist: true, ..granted(epoch) };
     ToNode::MoveObject(v1::MoveObject { object: Some(object), to_pool: to.into() })
@@ -106,8 +112,7 @@ async fn a_node_hears_that_it_was_isolated_before_it_begins_a_new_life() {
     let daemon = node.begin(&operator);
     let session = operator.accepted(vec![desired(instance, None)]).await;
     let pool = daemon.pools.get(&"p".parse().unwrap()).unwrap();
-    pool.mark_dead(&"node-a".parse().unwrap(), Incarnation(1));
-    pool.look_again();
+    mark_dead(pool, Incarnation(1));
     until("it is seen", || !pool.status().is_available()).await;
     // The daemon goes while something runs, and comes back when nothing does.
     daemon.end().await;
@@ -126,8 +131,7 @@ async fn a_mark_that_cannot_be_harms_its_pool_alone() {
     let daemon = node.begin(&operator);
     let session = operator.accepted(vec![]).await;
     let pool = daemon.pools.get(&"p".parse().unwrap()).unwrap();
-    pool.mark_dead(&"node-a".parse().unwrap(), Incarnation(1 << 40));
-    pool.look_again();
+    mark_dead(pool, Incarnation(1 << 40));
     until("it is seen", || !pool.status().is_available()).await;
     drop(session);
     let (_session, hello) = operator.session().await;
@@ -187,8 +191,7 @@ async fn moves_that_hang_in_a_lost_pool_keep_no_other_one_waiting() {
     word(&mut session, 3, v1::MoveState::Copied).await;
     // Nor a new life, which another pool makes necessary.
     let pool = daemon.pools.get(&"p".parse().unwrap()).unwrap();
-    pool.mark_dead(&"node-a".parse().unwrap(), Incarnation(1));
-    pool.look_again();
+    mark_dead(pool, Incarnation(1));
     session.closed().await;
     let (_session, hello) = operator.session().await;
     assert_eq!((hello.incarnation, hello.highest_mark), (None, Some(1)));
@@ -207,8 +210,7 @@ async fn a_node_that_a_pool_takes_for_dead_begins_a_new_life_once_nothing_runs_o
     let daemon = node.begin(&operator);
     let session = operator.accepted(vec![desired(instance, None)]).await;
     let pool = daemon.pools.get(&"p".parse().unwrap()).unwrap();
-    pool.mark_dead(&"node-a".parse().unwrap(), Incarnation(7));
-    pool.look_again();
+    mark_dead(pool, Incarnation(7));
     until("it is seen", || !pool.status().is_available()).await;
     drop(session);
     let (mut session, hello) = operator.session().await;
@@ -226,8 +228,7 @@ async fn a_node_that_a_pool_takes_for_dead_begins_a_new_life_once_nothing_runs_o
     assert!(pool.status().is_available());
 
     // Whoever marks it again so soon costs it that pool, and no session: a report comes after it was looked at.
-    pool.mark_dead(&"node-a".parse().unwrap(), Incarnation(9));
-    pool.look_again();
+    mark_dead(pool, Incarnation(9));
     let told = |message| match message {
         FromNode::Report(report) => report.pools.iter().any(|pool| !pool.available).then_some(()),
         _ => None,
